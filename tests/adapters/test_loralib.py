@@ -1,0 +1,79 @@
+"""A library with one file of support, used as its own examples use it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import loralib
+import pytest
+import torch
+from torch import nn
+
+from tests.accelerator import ACCELERATOR, needs_accelerator
+from tests.dispatch.conftest import ON_BOTH
+from tierstore import TierStore, enable_group_offload
+from tierstore.adapters import compat
+from tierstore.adapters.compat import loralib as support
+
+pytestmark = pytest.mark.full("a small library of its own", keep="any device")
+
+
+def adapted() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [loralib.Linear(64, 64, r=4, lora_alpha=8) for _ in range(6)]
+    for layer in layers:
+        nn.init.normal_(layer.lora_B, std=0.02)
+    model = nn.Sequential(*layers)
+    loralib.mark_only_lora_as_trainable(model)
+    return model
+
+
+def train(model: nn.Module, device: str) -> torch.Tensor:
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for _ in range(3):
+        loss = model(torch.randn(8, 64).to(device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.detach().cpu()
+
+
+def predict(model: nn.Module, device: str) -> torch.Tensor:
+    torch.manual_seed(2)
+    with torch.no_grad():
+        return model(torch.randn(8, 64).to(device)).cpu()
+
+
+@ON_BOTH
+def test_trains_merges_and_trains_again_like_plain(device: str, tmp_path: Path) -> None:
+    plain = adapted()
+    model = copy.deepcopy(plain)
+    plain.to(device)
+    kwargs = {} if device == "cpu" else {"device_budget": "64KB"}
+    with TierStore("256KB", tmp_path, device=device, **kwargs) as store:
+        enable_group_offload(model, store)
+        for _ in range(2):
+            model.train(), plain.train()
+            torch.testing.assert_close(train(model, device), train(plain, device))
+            model.eval(), plain.eval()
+            assert all(layer.merged for layer in model)
+            # What is merged was added on the CPU here, and on the device there.
+            torch.testing.assert_close(predict(model, device), predict(plain, device))
+        assert store.stats().hits + store.stats().misses > 12
+        assert store.stats().bytes_written > 0
+
+
+@needs_accelerator
+def test_without_support_a_merge_meets_two_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(support.Loralib, "merges", compat.Library.merges)
+    monkeypatch.setattr(compat, "_asked", compat._asked.__wrapped__)
+    model = adapted()
+    with TierStore("256KB", tmp_path, device=ACCELERATOR, device_budget="64KB") as store:
+        enable_group_offload(model, store)
+        train(model, ACCELERATOR)
+        with pytest.raises(RuntimeError, match="device"):
+            model.eval()
