@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.accelerator import ACCELERATOR, needs_accelerator
-from tests.dispatch.conftest import ON_BOTH
+from tests.accelerator import ACCELERATOR, needs_accelerator, on_both
 from tierstore import TierStore, enable_group_offload
 from tierstore.adapters import compat
 from tierstore.adapters.compat import loralib as support
@@ -46,7 +45,7 @@ def predict(model: nn.Module, device: str) -> torch.Tensor:
         return model(torch.randn(8, 64).to(device)).cpu()
 
 
-@ON_BOTH
+@on_both
 def test_trains_merges_and_trains_again_like_plain(device: str, tmp_path: Path) -> None:
     plain = adapted()
     model = copy.deepcopy(plain)
@@ -59,7 +58,7 @@ def test_trains_merges_and_trains_again_like_plain(device: str, tmp_path: Path) 
             torch.testing.assert_close(train(model, device), train(plain, device))
             model.eval(), plain.eval()
             assert all(layer.merged for layer in model)
-            # What is merged was added on the CPU here, and on the device there.
+            # The model merged its updates on the CPU, and the plain one on the device.
             torch.testing.assert_close(predict(model, device), predict(plain, device))
         assert store.stats().hits + store.stats().misses > 12
         assert store.stats().bytes_written > 0

@@ -1,4 +1,4 @@
-"""What is looked for in the built site is found: a small site with a fault of each kind."""
+"""The check of the built site finds a fault of each kind in a small site."""
 
 from __future__ import annotations
 

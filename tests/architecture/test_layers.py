@@ -1,4 +1,4 @@
-"""What the package may reach for, where import-linter does not see it: pyproject.toml has the rest.
+"""Names that modules may use, where import-linter does not look; pyproject.toml has the rest.
 
 `uses` finds every dotted name in a module's source, with what local names stand for.
 """

@@ -14,9 +14,8 @@ from tierstore.adapters.compat import Library, libraries
 
 PACKAGE = Path(tierstore.__file__).parent
 COMPAT = PACKAGE / "adapters" / "compat"
-LIBRARIES = re.compile(
-    r"\b(accelerate|bitsandbytes|diffusers|peft|torchao|transformers)\b|_hf_hook|_diffusers_hook"
-)
+NAMES = "|".join(each.name for each in libraries())
+LIBRARIES = re.compile(rf"\b({NAMES})\b|_hf_hook|_diffusers_hook")
 PROSE = {"raise", "warn", "warning", "info", "log", "add_note", "help"}
 
 

@@ -42,7 +42,7 @@ def test_a_version_may_be_uploaded_once_all_is_ready(
 
 
 def test_nothing_is_uploaded_before_an_address_was_chosen() -> None:
-    """What is looked for is what the files say today. This test goes with the first upload."""
+    """The placeholders are those of the files today. This test goes with the first upload."""
     found = "\n".join(release.left_to_do(ROOT, "1.2.3"))
     assert "pyproject.toml has addresses that nobody has" in found
     assert "on a package index" in found and "no way to report" in found

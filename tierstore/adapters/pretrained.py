@@ -145,10 +145,12 @@ def _load(
     loaded = result[0] if isinstance(result, tuple) else result  # with output_loading_info=True
     mode.joined.finish(groups, list(models_in(loaded).values()))
     pending = {name: mode.pending(model) for name, model in models_in(loaded).items()}
-    dtypes = {number: dtype for each in pending.values() for number, dtype in each.items()}
-    sizes = [sizes_for("block_level", store, model).group for model in models_in(loaded).values()]
-    for each in mode.deferred:
-        each.finish(groups, dtypes, min(sizes, default=1))
+    if mode.deferred:
+        dtypes = {number: dtype for each in pending.values() for number, dtype in each.items()}
+        models = models_in(loaded).values()
+        sizes = [sizes_for("block_level", store, model).group for model in models]
+        for deferred in mode.deferred:
+            deferred.finish(groups, dtypes, min(sizes, default=1))
     enable_group_offload(loaded, store, **options)
     for name, model in models_in(loaded).items():
         cast_weights(model, pending[name])

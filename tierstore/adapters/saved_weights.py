@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from tierstore.adapters.activations import Unpack, packed_in_place
 from tierstore.adapters.codecs.memory import Geometry, geometry_of
 from tierstore.adapters.codecs.wrapper import WrapperCodec, is_wrapper
+from tierstore.adapters.compat import PackView
 from tierstore.adapters.view_lifetime import ViewLease
 from tierstore.store import TierStore
 from tierstore.torch_private import (
@@ -34,9 +35,6 @@ from tierstore.torch_private import (
     saved_tensor_hooks,
     version_of,
 )
-
-PackView = Callable[[torch.Tensor], Unpack | None]
-"""What brings a plain saved tensor back, if it is a view of a weight that is lent; else None."""
 
 _CAST = "ToCopyBackward0"
 """What autograd calls a cast."""

@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from tierstore.adapters.activations.cache import SavedPiece, SavedTensorCache
 from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.codecs.memory import Geometry, geometry_of, has_address, storage_id_of
+from tierstore.adapters.compat import Unpack as Unpack
 from tierstore.adapters.contents import tensors_of
 from tierstore.model.sizes import parse_size
 from tierstore.model.words import size
@@ -73,10 +74,6 @@ def _cache_of(store: TierStore) -> SavedTensorCache:
             cache = SavedTensorCache(store)
             _caches[store] = weakref.ref(cache)
         return cache
-
-
-Unpack = Callable[[], torch.Tensor]
-"""What the graph holds instead of a tensor, and what goes with the graph: it gives the tensor."""
 
 
 def packed_in_place(tensor: torch.Tensor, piece: SavedPiece | None = None) -> Unpack:

@@ -21,9 +21,9 @@ import torch
 from torch import nn
 
 Unpack = Callable[[], torch.Tensor]
-"""Brings a tensor that autograd saved back."""
+"""Held by the graph in the place of a saved tensor: returns the tensor."""
 PackView = Callable[[torch.Tensor], Unpack | None]
-"""What brings a saved tensor back, if it is a view of a leased weight; else None."""
+"""Returns the `Unpack` of a saved tensor that is a view of a leased weight; else None."""
 
 
 class TensorCodec(Protocol):
@@ -45,7 +45,7 @@ class TensorCodec(Protocol):
 
 @dataclass(frozen=True)
 class ModelHints:
-    """What a model's class says about offloading it.
+    """Hints of a model's class about offloading it.
 
     Keyword arguments named in `skip` are not moved between devices. `blocks` names children that
     are blocks of their own. `supported` is False if the model cannot be offloaded in groups.
@@ -57,7 +57,7 @@ class ModelHints:
 
 
 class Deferred(Protocol):
-    """What a library put off while a model was loaded, to be done once all of it is mapped."""
+    """Work that a library deferred while a model was loaded, until all of it is mapped."""
 
     def finish(self, groups: Any, dtypes: Mapping[int, torch.dtype], target: int) -> None:
         """Do it, for up to `target` bytes of weights at a time. Tensors (by id) are cast to
@@ -175,11 +175,6 @@ def libraries() -> tuple[Library, ...]:
         own = [k for k in kinds if issubclass(k, Library) and k.__module__ == module.__name__]
         found += [kind() for kind in own]
     return tuple(found)
-
-
-def imported() -> list[Library]:
-    """Return those whose library is imported already."""
-    return [each for each in libraries() if each.name in sys.modules]
 
 
 @functools.cache

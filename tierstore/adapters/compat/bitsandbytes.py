@@ -112,7 +112,7 @@ class Bitsandbytes(Library):
 
 @dataclass(frozen=True)
 class _Note:
-    """What brings a tensor back."""
+    """A note in the place of a tensor: `unpack` brings it back."""
 
     unpack: Unpack
 

@@ -58,7 +58,7 @@ def _check_not_in_store(module: nn.Module, before: Callable[[nn.Module], None] |
     name, part = type(module).__name__, type(parts[0]).__name__
     whole = name if parts[0] is module else f"{part} in {name}"
     raise ValueError(
-        f"{whole} is in a tierstore, which brings its weights to where it runs: leave other "
+        f"{whole} is on a tierstore, which brings its weights to where it runs: leave other "
         "offloading out, or undo this one first (handle.disable(), tierstore.undispatch(model), or "
         "disable() of an OffloadModel)"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from tierstore.adapters.compat import Library
+from tierstore.adapters.unit_use import has_method
 
 
 class Peft(Library):
@@ -19,5 +20,4 @@ class Peft(Library):
 
     def merges(self, module: nn.Module) -> tuple[str, ...]:
         """Return `merge`, which adds an adapter to its base layer's weight."""
-        has_merge = "merge" not in module._modules and callable(getattr(module, "merge", None))
-        return ("merge",) if has_merge else ()
+        return ("merge",) if has_method(module, "merge") else ()
