@@ -110,8 +110,11 @@ def _look() -> None:
     # Most signals have no handler of Python's: that is told without a call.
     callers = [number for number in _SIGNALS if callable(_handler_of(number))]
     _handled = [number for number in callers if _is_callers(_handler_of(number))]
-    for number in [number for number in _stand_ins if number not in _handled]:
-        del _stand_ins[number]  # nobody else may keep the handler
+    # A finalizer may run here and call the store, which looks again: so walk a copy, and expect
+    # that an entry is gone.
+    for number in tuple(_stand_ins):
+        if number not in _handled:
+            _stand_ins.pop(number, None)  # nobody else may keep the handler
     _next_look = time.monotonic() + _LOOK_EVERY
 
 
