@@ -35,16 +35,19 @@ from tierstore.model.tiers import Access, Tier
 
 if TYPE_CHECKING:
     from tierstore.adapters.activations import ActivationOffload, offload_activations
-    from tierstore.adapters.checkpointing import checkpoint
+    from tierstore.adapters.checkpointing import checkpoint_activations
     from tierstore.adapters.dispatch import (
         cpu_offload,
         disk_offload,
         dispatch_model,
         load_checkpoint_and_dispatch,
-        undispatch,
     )
-    from tierstore.adapters.group_offload import OffloadHandle, enable_group_offload
-    from tierstore.adapters.onloading import onloaded
+    from tierstore.adapters.editing import edit_weights
+    from tierstore.adapters.group_offload import (
+        OffloadHandle,
+        disable_offload,
+        enable_group_offload,
+    )
     from tierstore.adapters.pretrained import from_pretrained, from_single_file
     from tierstore.adapters.training import OffloadModel, OffloadOptimizer
     from tierstore.adapters.training.exporting import export_safetensors
@@ -66,15 +69,15 @@ _LAZY = {
     "ActivationStats": "tierstore.observe.stats",
     "ActivationOffload": "tierstore.adapters.activations",
     "offload_activations": "tierstore.adapters.activations",
-    "checkpoint": "tierstore.adapters.checkpointing",
+    "checkpoint_activations": "tierstore.adapters.checkpointing",
     "enable_group_offload": "tierstore.adapters.group_offload",
     "OffloadHandle": "tierstore.adapters.group_offload",
+    "disable_offload": "tierstore.adapters.group_offload",
     "cpu_offload": "tierstore.adapters.dispatch",
     "disk_offload": "tierstore.adapters.dispatch",
     "dispatch_model": "tierstore.adapters.dispatch",
     "load_checkpoint_and_dispatch": "tierstore.adapters.dispatch",
-    "undispatch": "tierstore.adapters.dispatch",
-    "onloaded": "tierstore.adapters.onloading",
+    "edit_weights": "tierstore.adapters.editing",
     "from_pretrained": "tierstore.adapters.pretrained",
     "from_single_file": "tierstore.adapters.pretrained",
     "OffloadModel": "tierstore.adapters.training",
@@ -116,10 +119,12 @@ __all__ = [
     "TruncatedFileError",
     "UnknownKeyError",
     "UrlError",
-    "checkpoint",
+    "checkpoint_activations",
     "cpu_offload",
+    "disable_offload",
     "disk_offload",
     "dispatch_model",
+    "edit_weights",
     "enable_group_offload",
     "export_safetensors",
     "from_pretrained",
@@ -127,9 +132,7 @@ __all__ = [
     "load_checkpoint_and_dispatch",
     "load_training",
     "offload_activations",
-    "onloaded",
     "save_training",
-    "undispatch",
 ]
 
 

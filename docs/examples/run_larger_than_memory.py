@@ -44,7 +44,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 from transformers.generation.streamers import BaseStreamer
 
-from tierstore import Stats, TierStore, load_checkpoint_and_dispatch, onloaded
+from tierstore import Stats, TierStore, edit_weights, load_checkpoint_and_dispatch
 from tierstore.model.sizes import parse_size
 
 LAYERS = 16
@@ -216,7 +216,7 @@ def write(model: Any, count: int, store: TierStore | None = None) -> Written:
 def merge_lora(model: Any) -> None:
     """Add a product of rank 4 to one weight. The same code serves plain and dispatched models."""
     generator = torch.Generator().manual_seed(1)
-    with onloaded(model.model.layers[LAYERS // 2].mlp.down_proj) as layer:
+    with edit_weights(model.model.layers[LAYERS // 2].mlp.down_proj) as layer:
         height, width = layer.weight.shape
         up = torch.randn(height, 4, generator=generator)
         down = torch.randn(4, width, generator=generator)

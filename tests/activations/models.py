@@ -46,7 +46,7 @@ class Trained:
         return [*self.model.parameters(), *self.model.buffers()]
 
     def checkpoint(self, how: str) -> None:
-        """`"none"`, `"theirs"` (as the library does it) or `"ours"` (`tierstore.checkpoint`)."""
+        """`"none"`, `"theirs"` (as the library does it) or `"ours"` (`checkpoint_activations`)."""
         if self.kind == "llama":
             self.model.gradient_checkpointing_disable()
         else:
@@ -56,14 +56,14 @@ class Trained:
         if self.kind == "llama":
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
             if how == "ours":
-                self.model._set_gradient_checkpointing(True, tierstore.checkpoint)
+                self.model._set_gradient_checkpointing(True, tierstore.checkpoint_activations)
         else:
             ours = _checkpointed if how == "ours" else None
             self.model.enable_gradient_checkpointing(ours)
 
 
 def _checkpointed(module: nn.Module, *args: Any) -> Any:
-    return tierstore.checkpoint(module.__call__, *args)
+    return tierstore.checkpoint_activations(module.__call__, *args)
 
 
 def trained(kind: str, directory: Path, device: str) -> Trained:

@@ -1,4 +1,4 @@
-"""`tierstore.checkpoint`: what goes into a block is in the store, the rest is computed again."""
+"""`tierstore.checkpoint_activations` stores inputs of a block, and computes the rest again."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_boundaries_go_to_the_store(way: Way, device: str, disk_dir: Path) -> No
     wanted = plain_gradients(lambda: loss_of(way, directly, leaves), leaves)
     with open_store(disk_dir, RAM, device) as store:
         with offloading(store):
-            loss = loss_of(way, tierstore.checkpoint, leaves)
+            loss = loss_of(way, tierstore.checkpoint_activations, leaves)
         shipped = store.stats().activations.shipped_bytes
         # What goes into each block, and what the loss saves. Nothing from inside of a block.
         assert BLOCKS * BYTES <= shipped <= (BLOCKS + 1) * BYTES
@@ -101,7 +101,7 @@ def test_without_a_store_it_is_plain_checkpointing(way: Way, device: str, disk_d
             calls += 1
             return fn(*given, **named)
 
-        return tierstore.checkpoint(call, *args, **kwargs)
+        return tierstore.checkpoint_activations(call, *args, **kwargs)
 
     loss = loss_of(way, counted, leaves)
     assert calls == BLOCKS
@@ -118,7 +118,7 @@ def test_budgets_smaller_than_the_boundaries(inside: bool, device: str, disk_dir
     with open_store(disk_dir, budget, device) as store:
         for _ in range(3):
             with offloading(store):
-                loss = loss_of(by_keyword, tierstore.checkpoint, leaves)
+                loss = loss_of(by_keyword, tierstore.checkpoint_activations, leaves)
                 found = torch.autograd.grad(loss, leaves) if inside else ()
             assert_equal(found or torch.autograd.grad(loss, leaves), wanted)
             del loss
@@ -155,7 +155,9 @@ def test_dropout_and_running_statistics(device: str, disk_dir: Path) -> None:
     wanted = plain_gradients(lambda: loss(directly), leaves)
     with open_store(disk_dir, RAM, device) as store:
         context = offloading(store, model=model)
-        assert_equal(plain_gradients(lambda: loss(tierstore.checkpoint), leaves, context), wanted)
+        assert_equal(
+            plain_gradients(lambda: loss(tierstore.checkpoint_activations), leaves, context), wanted
+        )
         assert store.stats().activations.shipped_bytes > 0
         assert_nothing_left(store)
 
@@ -164,7 +166,7 @@ def test_dropout_and_running_statistics(device: str, disk_dir: Path) -> None:
 def test_a_changed_boundary_is_refused(device: str, disk_dir: Path) -> None:
     def step() -> torch.Tensor:
         middle = x * 2
-        loss = tierstore.checkpoint(lambda: torch.sin(middle @ weight)).sum()
+        loss = tierstore.checkpoint_activations(lambda: torch.sin(middle @ weight)).sum()
         middle.add_(1)
         return loss
 
@@ -195,7 +197,7 @@ def test_blocks_in_blocks(device: str, disk_dir: Path) -> None:
         with open_store(disk_dir.with_name(f"store{number}"), RAM, device) as store:
             around = context(store) if context is offloading else context()
             found = plain_gradients(
-                lambda: two(tierstore.checkpoint, *leaves).sum(), leaves, around
+                lambda: two(tierstore.checkpoint_activations, *leaves).sum(), leaves, around
             )
             assert_equal(found, wanted)
             assert_nothing_left(store)
@@ -207,12 +209,12 @@ def test_a_retained_graph_and_a_dropped_one(device: str, disk_dir: Path) -> None
     wanted = plain_gradients(lambda: loss_of(by_keyword, directly, leaves), leaves)
     with open_store(disk_dir, RAM, device) as store:
         with offloading(store):
-            loss = loss_of(by_keyword, tierstore.checkpoint, leaves)
+            loss = loss_of(by_keyword, tierstore.checkpoint_activations, leaves)
         for again in (True, False):
             found = torch.autograd.grad(loss, leaves, retain_graph=again)
             assert_equal(found, wanted)
         with offloading(store):
-            loss = loss_of(in_a_closure, tierstore.checkpoint, leaves)
+            loss = loss_of(in_a_closure, tierstore.checkpoint_activations, leaves)
         del loss
         assert_nothing_left(store)
 
@@ -222,7 +224,7 @@ def test_no_gradient_wanted(device: str, disk_dir: Path) -> None:
     leaves = random_matrices(BLOCKS + 1, device)
     wanted = loss_of(by_keyword, directly, leaves)
     with open_store(disk_dir, RAM, device) as store, offloading(store), torch.no_grad():
-        found = loss_of(by_keyword, tierstore.checkpoint, leaves)
+        found = loss_of(by_keyword, tierstore.checkpoint_activations, leaves)
         assert_equal([found], [wanted.detach()])
         assert store.stats().activations.shipped_bytes == 0
 
@@ -258,7 +260,7 @@ def test_what_a_block_writes_to_its_arguments_stays(
     _, plain_logits, plain_seen = routed_loss(directly, leaves)
     with open_store(disk_dir, RAM, device) as store:
         with offloading(store) if aside else nullcontext():
-            loss, logits, seen = routed_loss(tierstore.checkpoint, leaves)
+            loss, logits, seen = routed_loss(tierstore.checkpoint_activations, leaves)
         assert_equal(logits, plain_logits)
         assert seen == plain_seen
         assert_equal(torch.autograd.grad(loss, leaves, retain_graph=True), wanted)

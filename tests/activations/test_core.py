@@ -99,7 +99,7 @@ def test_checkpoints_ship_what_comes_by_keyword_and_closure(device: str, disk_di
         def region(a: torch.Tensor, *, b: torch.Tensor) -> torch.Tensor:
             return torch.tanh(a @ one) * torch.sin(b @ other) * scale.exp()
 
-        return tierstore.checkpoint(region, h, b=h.cos()).sum()
+        return tierstore.checkpoint_activations(region, h, b=h.cos()).sum()
 
     wanted = plain_gradients(run, [x, one, other])
     with open_store(disk_dir, 64 * PAGE, device) as store:

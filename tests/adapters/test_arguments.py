@@ -22,7 +22,7 @@ from tests.adapters.conftest import (
 )
 from tests.adapters.models import BLOCK_BYTES, Caching, Enclosing, Tower, given
 from tests.store.helpers import open_store
-from tierstore import BudgetError, TierStore, enable_group_offload
+from tierstore import BudgetError, TierStore, disable_offload, enable_group_offload
 
 pytestmark = pytest.mark.full(
     "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
@@ -290,7 +290,7 @@ def test_diffusers_sees_where_the_pipeline_runs(
     with a_third_of(pipe, disk_dir, device) as store, enable_group_offload(pipe, store) as handle:
         assert pipe._execution_device == store.device
         assert pipe.transformer.device == pipe.vae.device == store.device
-        handle.disable()
+        disable_offload(handle)
         assert pipe._execution_device == pipe.transformer.device == torch.device("cpu")
 
 
@@ -330,7 +330,7 @@ def test_an_offloaded_pipeline_is_converted(
             expected = pipelines.run("flux", plain)
             assert torch.allclose(pipelines.run("flux", pipe), expected, rtol=1e-4, atol=1e-5)
             assert store.stats().bytes_read > read
-        handle.disable()
+        disable_offload(handle)
         for (name, found), (_, value) in zip(
             pipelines.weights(pipe), pipelines.weights(plain), strict=True
         ):

@@ -21,7 +21,7 @@ from tests import pipelines
 from tests.accelerator import ACCELERATOR
 from tests.adapters.conftest import DEVICES, Checkpoints, a_third_of, acquires
 from tests.store.helpers import open_store
-from tierstore import TierStore, dispatch_model, enable_group_offload, undispatch
+from tierstore import TierStore, disable_offload, dispatch_model, enable_group_offload
 
 COMPILED = {
     "flux": ["transformer"],
@@ -242,7 +242,7 @@ def test_undone_it_is_compiled_as_before(compilations: Compilations, disk_dir: P
         compiled = compilations.count
         dispatch_model(model, store)
         assert torch.equal(model(X), expected)
-        undispatch(model)
+        disable_offload(model)
         count = compilations.count
         assert torch.equal(model(X), expected)
         assert compiled <= count == compilations.count

@@ -134,7 +134,7 @@ def test_our_checkpoint_each_block(device: str, disk_dir: Path) -> None:
     def loss(model: Any, number: int, device: str) -> torch.Tensor:
         x = models.rows().to(device) + number
         for layer in model.layers:
-            x = tierstore.checkpoint(lambda x, layer=layer: torch.tanh(layer(x)), x)
+            x = tierstore.checkpoint_activations(lambda x, layer=layer: torch.tanh(layer(x)), x)
         return x.square().mean()
 
     assert_same(lambda model, device: train(model, device, loss), device, disk_dir, build)

@@ -26,10 +26,10 @@ from tests.training import models as training_models
 from tierstore import (
     BudgetError,
     TierStore,
+    disable_offload,
     dispatch_model,
     enable_group_offload,
     offload_activations,
-    undispatch,
 )
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -239,7 +239,7 @@ def test_gradients_of_what_is_trained(
         assert_equal(gradients_of(model, x, run), expected)
         assert store.stats().bytes_read > before.bytes_read
         assert store.stats().bytes_written == before.bytes_written
-        undispatch(model)
+        disable_offload(model)
     assert_equal(gradients_of(model, x.cpu(), run), gradients_of(plain.cpu(), x.cpu(), run))
 
 
@@ -346,7 +346,7 @@ def test_what_is_frozen_or_trained_may_change(device: str, disk_dir: Path) -> No
             for each in (plain, model):
                 each.layers[number].requires_grad_(wanted)
             assert_equal(gradients_of(model, x), gradients_of(plain, x))
-        undispatch(model)
+        disable_offload(model)
 
 
 @pytest.mark.parametrize("wanted", (True, False))
@@ -362,7 +362,7 @@ def test_what_is_trained_changes_between_forward_and_backward(
             loss = each(x.clone().requires_grad_(True)).square().sum()
             each.layers[number].requires_grad_(wanted)
             if each is model and wanted:
-                with pytest.raises(RuntimeError, match=r"tierstore.*undispatch"):
+                with pytest.raises(RuntimeError, match=r"tierstore.*disable_offload"):
                     loss.backward()
             else:
                 loss.backward()
@@ -381,7 +381,7 @@ def test_a_weight_that_begins_to_be_trained_during_a_run(device: str, disk_dir: 
         model.layers[1].register_forward_pre_hook(
             lambda module, args: model.layers[3].requires_grad_(True) and None
         )
-        with pytest.raises(RuntimeError, match=r"tierstore.*undispatch"):
+        with pytest.raises(RuntimeError, match=r"tierstore.*disable_offload"):
             model(x).sum().backward()
         assert model.layers[3].weight.grad is None
 
@@ -414,7 +414,7 @@ def test_gradients_stay_when_the_model_is_cut_anew(device: str, disk_dir: Path) 
         for one, other in zip(plain.parameters(), model.parameters(), strict=True):
             assert (one.grad is None) == (other.grad is None)
             assert one.grad is None or torch.equal(one.grad, other.grad)
-        undispatch(model)
+        disable_offload(model)
         assert model.layers[-1].weight.grad.device.type == "cpu"
 
 
@@ -463,7 +463,7 @@ def bytes_kept_after_a_forward(model: nn.Module, device: str, disk_dir: Path) ->
         output = model(models.rows().requires_grad_(True))
         assert output.grad_fn is not None
         assert store.stats().bytes_read > 0
-        undispatch(model)
+        disable_offload(model)
         core = core_of(store)
         core.mover.catch_up()
         return sum(slot.nbytes for slot in core.tiers.top.left)
@@ -517,7 +517,7 @@ def test_after_a_backward_that_raised_nothing_stays_leased(device: str, disk_dir
                 model.layers[1:](middle).sum().backward()
             model.zero_grad()
         assert_equal(gradients_of(model, x), gradients_of(plain, x))
-        undispatch(model)
+        disable_offload(model)
 
 
 def test_layers_that_recompute_themselves_come_again_in_the_backward(

@@ -24,9 +24,9 @@ from tierstore import (
     OffloadModel,
     OffloadOptimizer,
     TierStore,
+    disable_offload,
     dispatch_model,
     enable_group_offload,
-    undispatch,
 )
 from tierstore.adapters.device_resident import is_resident
 from tierstore.model.locks import under
@@ -166,7 +166,7 @@ def test_a_model_that_is_gone_leaves_nothing(
 
 def undone_dispatch(store: TierStore) -> Callable[[], object]:
     (model,) = dispatched(store)
-    return lambda: undispatch(model)
+    return lambda: disable_offload(model)
 
 
 def disabled_handle(store: TierStore) -> Callable[[], object]:

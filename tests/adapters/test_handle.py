@@ -24,7 +24,7 @@ from tests.adapters.conftest import (
 )
 from tests.helpers.tensors import assert_same
 from tests.store.helpers import open_store
-from tierstore import ClosedError, enable_group_offload
+from tierstore import ClosedError, disable_offload, enable_group_offload
 
 pytestmark = [
     pytest.mark.full(
@@ -73,7 +73,7 @@ def test_disabled_a_pipeline_is_what_it_was(
         pipelines.run(kind, pipe, device=device)
         groups = list(handle.groups)
         assert groups and all(key in store for key in groups)
-        handle.disable()
+        disable_offload(handle)
         assert not handle.enabled and not handle.groups
         assert not any(key in store for key in groups)
         assert not replaced_methods(pipe)
@@ -82,7 +82,7 @@ def test_disabled_a_pipeline_is_what_it_was(
         asked = acquires(store)  # not bytes: a prefetch may still be on its way from the disk
         assert torch.equal(pipelines.run(kind, pipe), reference(kind).output)
         assert acquires(store) == asked > 0
-        handle.disable()  # nothing more to do
+        disable_offload(handle)  # nothing more to do
     assert torch.equal(pipelines.run(kind, pipe), reference(kind).output)
 
 
@@ -164,7 +164,7 @@ def test_again_with_the_same_arguments_nothing_happens(
         groups = dict(handle.groups)
         assert enable_group_offload(pipe, store, offload_type="leaf_level") is handle
         assert handle.groups == groups
-        handle.disable()
+        disable_offload(handle)
         assert enable_group_offload(pipe, store, offload_type="leaf_level") is not handle
 
 
@@ -186,8 +186,13 @@ def test_again_with_other_arguments_it_starts_anew(
         output = pipelines.run("flux", pipe, device=device)
         assert torch.equal(output, reference("flux", device=device).output)
         assert other.stats().bytes_read > 0 and store.stats().bytes_read == 0
-        third.disable()
+        with pytest.raises(ValueError, match="not offloaded by itself: pass the pipeline"):
+            disable_offload(pipe.transformer)
+        assert disable_offload(pipe) is pipe and not third.enabled
         assert not replaced_methods(pipe)
+        for target in (pipe, pipe.transformer, store):
+            with pytest.raises(ValueError, match="not offloaded"):
+                disable_offload(target)
 
 
 def test_the_handle_need_not_be_kept(
@@ -231,7 +236,7 @@ def test_two_pipelines_on_one_store(
         for kind in ("flux", "wan", "flux"):
             output = pipelines.run(kind, pipes[kind], device=device)
             assert torch.equal(output, reference(kind, device=device).output)
-        handles["flux"].disable()
+        disable_offload(handles["flux"])
         output = pipelines.run("wan", pipes["wan"], device=device)
         assert torch.equal(output, reference("wan", device=device).output)
         assert sorted(handles["wan"].groups) == store.keys()
@@ -257,11 +262,11 @@ def test_two_pipelines_that_share_components(
                 pipelines.run("flux", first, device=device), reference("flux", device=device).output
             )
             assert same(pipelines.run("flux", second, device=device), other, device)
-        second_handle.disable()
+        disable_offload(second_handle)
         assert torch.equal(
             pipelines.run("flux", first, device=device), reference("flux", device=device).output
         )
-        first_handle.disable()
+        disable_offload(first_handle)
     assert torch.equal(pipelines.run("flux", first), expected)
     assert torch.equal(pipelines.run("flux", second), other)
 
@@ -297,7 +302,7 @@ def test_disabled_after_its_store_was_closed(
         pipelines.run("flux", pipe, device=device)
     with handle.suspended():
         pass
-    handle.disable()
+    disable_offload(handle)
     assert torch.equal(pipelines.run("flux", pipe), reference("flux").output)
 
 
@@ -371,5 +376,5 @@ def test_a_model_given_on_the_device(
         for _ in range(2):
             output = pipelines.run("llama", model, device=device)
             assert torch.equal(output, reference("llama", device=device).output)
-        handle.disable()
+        disable_offload(handle)
         assert_same(values(model), true)

@@ -28,9 +28,9 @@ from tierstore import (
     BudgetError,
     ClosedError,
     TierStore,
+    disable_offload,
     dispatch_model,
     enable_group_offload,
-    undispatch,
 )
 
 pytestmark = pytest.mark.full(
@@ -94,7 +94,7 @@ def test_a_shared_component_is_offloaded_until_its_last_pipeline_is_disabled(
         first_handle = enable_group_offload(first, store)
         second_handle = enable_group_offload(second, store)
         assert offloaded(store) == set(pipelines.components(first))
-        first_handle.disable()
+        disable_offload(first_handle)
         assert not first_handle.enabled and second_handle.enabled
         assert with_methods_of_its_own(first) == set(pipelines.components(first)) - {"vae"}
         assert sorted(second_handle.groups) == groups_in(store)
@@ -107,7 +107,7 @@ def test_a_shared_component_is_offloaded_until_its_last_pipeline_is_disabled(
         assert torch.equal(
             pipelines.run("flux", second, device=device), reference("flux", device=device).output
         )
-        second_handle.disable()
+        disable_offload(second_handle)
         assert not groups_in(store) and not with_methods_of_its_own(second)
     assert torch.equal(pipelines.run("flux", first), expected)
     assert torch.equal(pipelines.run("flux", second), expected)
@@ -138,9 +138,9 @@ def test_a_shared_component_outlives_the_first_pipeline(
             pipelines.run("flux", second, device=device), reference("flux", device=device).output
         )
         assert sorted(handles[-1].groups) == groups_in(store)
-        handles[-1].disable()
+        disable_offload(handles[-1])
         assert not groups_in(store) and not with_methods_of_its_own(second)
-        handles[0].disable()
+        disable_offload(handles[0])
         assert torch.equal(pipelines.run("flux", second), expected)
 
 
@@ -176,14 +176,14 @@ def test_disabled_while_suspended_a_pipeline_stays_ordinary(
     with a_third_of(first, disk_dir, device) as store:
         first_handle, second_handle = [enable_group_offload(p, store) for p in (first, second)]
         with first_handle.suspended():
-            first_handle.disable()
+            disable_offload(first_handle)
             assert not groups_in(store)
         assert not first_handle.enabled and second_handle.enabled
         assert torch.equal(
             pipelines.run("flux", second, device=device), reference("flux", device=device).output
         )
         with second_handle.suspended():
-            second_handle.disable()
+            disable_offload(second_handle)
         assert not second_handle.enabled and not groups_in(store)
         assert torch.equal(pipelines.run("flux", first), expected)
 
@@ -236,7 +236,7 @@ def test_components_of_a_dropped_pipeline_run_and_are_changed(device: str, disk_
         store.put("another", torch.zeros(1))  # a step of the store, at which it looks
         store.discard("another")
         assert offloaded(store) == {"decoder"}
-        handle.disable()
+        disable_offload(handle)
         assert not groups_in(store)
 
 
@@ -258,7 +258,7 @@ def test_a_copy_of_an_offloaded_pipeline_is_an_ordinary_one(
     with a_third_of(pipe, disk_dir, device) as store:
         handle = enable_group_offload(pipe, store)
         other = made(pipe)
-        handle.disable()
+        disable_offload(handle)
     assert torch.equal(pipelines.run("flux", other), expected)
     other.transformer.load_state_dict(other.transformer.state_dict())
     with (
@@ -284,7 +284,7 @@ def test_diffusers_may_offload_a_copy_of_an_offloaded_model(
     with a_third_of(pipe, disk_dir, device) as store:
         handle = enable_group_offload(pipe, store)
         other = made(pipe.transformer)
-        handle.disable()
+        disable_offload(handle)
     diffusers_offload(other, tmp_path / "diffusers")
     pipe.transformer = other
     assert torch.equal(pipelines.run("flux", pipe), reference("flux").output)
@@ -333,7 +333,7 @@ def test_after_a_second_call_that_fails_the_first_holds(
         assert sorted(handle.groups) == groups_in(store)
         assert enable_group_offload(model, store) is handle
         assert torch.equal(model(given()).cpu(), expected)
-        handle.disable()
+        disable_offload(handle)
         assert not handle.enabled and not groups_in(store)
         assert torch.equal(model(given().to("cpu")), Tower(8)(given()))
 
@@ -382,7 +382,7 @@ def test_after_a_second_dispatch_that_fails_the_first_holds(
             dispatch_model(model, another)
         assert groups_in(store) == keys
         assert torch.equal(model(given()).cpu(), expected)
-        undispatch(model)
+        disable_offload(model)
         assert not groups_in(store)
         assert torch.equal(model(given()), Tower(8)(given()))
 
@@ -421,7 +421,7 @@ def test_a_second_call_offloads_the_components_that_are_there_then(
         assert torch.equal(pipelines.run("flux", pipe, device=device), expected)
         assert "forward" not in vars(before) and "load_state_dict" not in vars(before)
         assert not enable_group_offload(before, store).groups.keys() & handle.groups.keys()
-        handle.disable()
+        disable_offload(handle)
         assert torch.equal(pipelines.run("flux", pipe), pipelines.run("flux", other))
 
 
@@ -491,5 +491,5 @@ def test_a_weight_tied_to_a_component_that_is_offloaded_no_more(
         else:
             pipe.encoder = Tower(2)
             enable_group_offload(pipe, store)
-            handle.disable()
+            disable_offload(handle)
         assert torch.equal(decoder(given()).cpu(), expected)

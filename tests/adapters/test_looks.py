@@ -25,9 +25,9 @@ from tierstore import (
     OffloadModel,
     OffloadOptimizer,
     TierStore,
+    disable_offload,
     dispatch_model,
     offload_activations,
-    undispatch,
 )
 from tierstore.model.words import size
 
@@ -157,7 +157,7 @@ def test_a_forward_with_weights_in_a_store_says_so(disk_dir: Path) -> None:
         dispatch_model(model, store)
         forward = model.blocks[1].forward
         assert repr(forward) == "<forward of Linear, with weights in a tierstore>"
-        undispatch(model)
+        disable_offload(model)
         assert repr(forward) == "<forward of Linear, as it was>"
 
 

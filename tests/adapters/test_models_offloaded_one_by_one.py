@@ -14,7 +14,7 @@ from diffusers import AutoencoderKL, DiffusionPipeline
 
 from tests.accelerator import DEVICES, same
 from tests.store.helpers import open_store
-from tierstore import dispatch_model, enable_group_offload
+from tierstore import disable_offload, dispatch_model, enable_group_offload
 from tierstore.adapters import pipelines
 from tierstore.adapters.compat import methods_that_change_weights
 from tierstore.adapters.owners import owner_of
@@ -127,7 +127,7 @@ def test_copy_of_pipeline_has_ordinary_models_and_methods(tmp_path: Path) -> Non
         copied = copy.deepcopy(pipe)
         copied.load_lora_weights()
         assert handle.enabled and seen == [True]
-        handle.disable()
+        disable_offload(handle)
         pipe.load_lora_weights()
         assert seen == [True, True] and "load_lora_weights" not in vars(pipe)
     for each in (pipe, copied):

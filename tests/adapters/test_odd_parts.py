@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.store.helpers import open_store
-from tierstore import dispatch_model, enable_group_offload, undispatch
+from tierstore import disable_offload, dispatch_model, enable_group_offload
 from tierstore.adapters.nested import tensors_in, with_tensors
 
 pytestmark = pytest.mark.full(
@@ -84,7 +84,7 @@ def test_what_no_store_holds_stays_and_the_rest_is_offloaded(
             assert torch.equal(model(x), wanted)
             assert store.stats().bytes_read - before >= 2 * LAYER
         if how == "dispatch":
-            undispatch(model)
+            disable_offload(model)
             assert torch.equal(model(x), wanted)
 
 

@@ -19,9 +19,9 @@ from tierstore import (
     OffloadModel,
     OffloadOptimizer,
     TierStore,
+    disable_offload,
     dispatch_model,
     enable_group_offload,
-    undispatch,
 )
 from tierstore.trace import Recorded, TraceSlice, read_trace
 
@@ -54,7 +54,7 @@ def test_each_component_of_a_pipeline_and_each_step_is_marked(
         handle = enable_group_offload(pipe, store)
         pipelines.run("flux", pipe, steps=3, device=device)
         found = passes(store, tmp_path / "trace.json")
-        handle.disable()
+        disable_offload(handle)
     [prefix] = {str(one.args["model"]).partition("/")[0] for one in found}
     ran = Counter((str(one.args["model"]), str(one.args["does"])) for one in found)
     assert ran == {
@@ -91,7 +91,7 @@ def test_a_forward_that_raises_is_marked_as_failed(disk_dir: Path, tmp_path: Pat
         model(given())
         model.blocks[1](given())  # a part by itself is no pass
         found = passes(store, tmp_path / "trace.json")
-        undispatch(model)
+        disable_offload(model)
     assert [one.args["number"] for one in found] == [1, 2, 3]
     assert [one.args.get("failed", False) for one in found] == [False, True, False]
 
@@ -104,8 +104,8 @@ def test_a_model_in_a_model_has_passes_inside_of_its_passes(disk_dir: Path, tmp_
         dispatch_model(outer, store)
         outer(given())
         found = passes(store, tmp_path / "trace.json")
-        undispatch(outer)
-        undispatch(inner)
+        disable_offload(outer)
+        disable_offload(inner)
     around, inside = found
     assert around.name.startswith("Sequential-dispatched-")
     assert inside.name.startswith("Tower-dispatched-")
@@ -137,7 +137,7 @@ def test_a_trace_from_before_there_were_passes_is_read(disk_dir: Path, tmp_path:
         dispatch_model(model, store)
         model(given())
         assert passes(store, path)
-        undispatch(model)
+        disable_offload(model)
     now = read_trace(path)
     document = json.loads(path.read_text())
     events = document["traceEvents"]

@@ -21,6 +21,7 @@ from tests.store.helpers import open_store
 from tierstore import (
     BudgetError,
     TierStore,
+    disable_offload,
     enable_group_offload,
     from_pretrained,
     from_single_file,
@@ -73,7 +74,7 @@ def test_a_cast_is_that_of_the_library_and_is_done_once(
             assert stats.bytes_read > 0.3 * weights
             assert (stats.bytes_written > 0) == (start == "first")
             assert stats.peak_bytes["HOST"] <= int(weights * 0.4)
-            enable_group_offload(pipe, store).disable()
+            disable_offload(enable_group_offload(pipe, store))
             assert_same(values_of(pipe), expected)
 
 

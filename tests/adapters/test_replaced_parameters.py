@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.accelerator import DEVICES, same
 from tests.store.helpers import open_store
-from tierstore import TierStore, dispatch_model, enable_group_offload, undispatch
+from tierstore import TierStore, disable_offload, dispatch_model, enable_group_offload
 
 WIDTH, LAYERS = 64, 6
 WEIGHT = 4 * WIDTH * WIDTH
@@ -169,7 +169,7 @@ def test_all_else_works_beside_one_that_is_gone(name: str, store: TierStore, dev
         assert all(torch.equal(results[1][key], results[0][key]) for key in results[0])
     x = X.double() if name == "double" else X
     assert same(model(x).cpu(), plain(x), device)
-    undispatch(model)
+    disable_offload(model)
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(ours, theirs)
 

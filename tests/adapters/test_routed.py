@@ -43,10 +43,10 @@ from tierstore import (
     OffloadHandle,
     Stats,
     TierStore,
+    disable_offload,
     dispatch_model,
     enable_group_offload,
     from_pretrained,
-    undispatch,
 )
 
 EXPERT_BYTES = WIDTH * WIDTH * 4
@@ -287,7 +287,7 @@ def test_what_is_saved_while_away_is_the_model(tmp_path: Path) -> None:
         dispatch_model(model, store)
         logits(model, ids)
         model.save_pretrained(tmp_path / "saved")
-        undispatch(model)
+        disable_offload(model)
     for name, value in type(model).from_pretrained(tmp_path / "saved").state_dict().items():
         assert torch.equal(value, true[name]), name
 
@@ -306,7 +306,7 @@ def test_after_it_the_model_is_an_ordinary_one(kind: str, disk_dir: Path) -> Non
     with TierStore(weight_bytes(model) // 4, disk_dir, device="cpu") as store:
         dispatch_model(model, store)
         logits(model, ids)
-        undispatch(model)
+        disable_offload(model)
         after = as_built(model)
         assert after.keys() == before.keys()
         for name, attributes in after.items():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.store.helpers import open_store
-from tierstore import enable_group_offload
+from tierstore import disable_offload, enable_group_offload
 
 WIDTH, LAYERS = 256, 12
 LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
@@ -120,6 +120,6 @@ def test_afterwards_the_model_is_an_ordinary_one(disk_dir: Path) -> None:
         handle = enable_group_offload(layers, store)
         with handle.suspended():
             parameters(layers)
-        handle.disable()
+        disable_offload(handle)
     for module in layers.modules():
         assert not {"named_modules", "named_children", "apply"} & vars(module).keys()

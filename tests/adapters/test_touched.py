@@ -27,7 +27,7 @@ from tests.adapters.touched_models import (
 )
 from tests.dispatch import models
 from tests.store.helpers import open_store
-from tierstore import TierStore, dispatch_model, enable_group_offload, onloaded, undispatch
+from tierstore import TierStore, disable_offload, dispatch_model, edit_weights, enable_group_offload
 from tierstore.adapters.contents import tensors_of
 from tierstore.adapters.touched import Touching
 from tierstore.model.errors import BudgetError
@@ -57,7 +57,7 @@ def offloaded(
         for tier in (name for name in stats.peak_bytes if name != "DISK"):
             budget = stats.budget_bytes[tier]
             assert budget is not None and stats.peak_bytes[tier] <= budget
-        undispatch(model) if offload is dispatch_model else handle.disable()
+        disable_offload(handle)
     for name, tensor in model.state_dict().items():
         assert tensor.device.type == "cpu" and torch.equal(tensor, before[name])
 
@@ -312,7 +312,7 @@ def test_touched_weight_changed_in_forward_keeps_its_change(device: str, disk_di
 
     case = Case(Counting)
     plain, model = case.model(), case.model()
-    with open_store(disk_dir, 2 * nbytes_of(model), device) as store:  # has room for `onloaded`
+    with open_store(disk_dir, 2 * nbytes_of(model), device) as store:  # has room for `edit_weights`
         dispatch_model(model, store)
         for _ in range(3):
             assert torch.equal(model(case.given()).cpu(), plain(case.given()))
@@ -320,7 +320,7 @@ def test_touched_weight_changed_in_forward_keeps_its_change(device: str, disk_di
         model.weights[1].mul_(2)
         plain.weights[1].mul_(2)
         assert torch.equal(model(case.given()).cpu(), plain(case.given()))
-        with onloaded(model.weights):
+        with edit_weights(model.weights):
             assert model.weights[1].device.type == device
             assert torch.equal(model(case.given()).cpu(), plain(case.given()))
 
@@ -348,7 +348,7 @@ def test_generator_of_a_forward_is_driven_as_a_plain_one(device: str, disk_dir: 
         assert list(steps) == []
         steps = model(case.given())
         next(steps)
-        undispatch(model)
+        disable_offload(model)
         with pytest.raises(RuntimeError, match="call it anew"):
             next(steps)
 

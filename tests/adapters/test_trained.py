@@ -16,7 +16,7 @@ from tests.adapters.test_frozen import llama, loss_of, trained
 from tests.dispatch import models
 from tests.helpers.tensors import parameter_bytes
 from tests.store.helpers import open_store
-from tierstore import TierStore, dispatch_model, undispatch
+from tierstore import TierStore, disable_offload, dispatch_model
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -62,7 +62,7 @@ def test_an_adapter_moves_until_it_is_trained(device: str, disk_dir: Path) -> No
         assert torch.equal(logits(model, device), logits(plain, device))
         assert devices_of_adapters(model) == {device}  # it will be trained again
         assert store.stats().bytes_read > 0
-        undispatch(model)
+        disable_offload(model)
         assert devices_of_adapters(model) == {"cpu"}
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.adapters.models import BLOCK_BYTES, Tower
 from tests.conformance.unit_use import Subject, UnitUseConformance
-from tierstore import OffloadModel, TierStore, dispatch_model, undispatch
+from tierstore import OffloadModel, TierStore, disable_offload, dispatch_model
 from tierstore.adapters.training.model import Pass
 from tierstore.adapters.training.weights import TrainingUse
 from tierstore.adapters.unit_use import StandIn, UnitForward, UnitUse
@@ -39,7 +39,7 @@ def dispatched(disk_dir: Path) -> Iterator[Tower]:
     model = Tower()
     with TierStore(4 * BLOCK_BYTES, disk_dir, device="cpu") as store:
         yield dispatch_model(model, store)
-        undispatch(model)
+        disable_offload(model)
 
 
 class TestWeightUse(UnitUseConformance):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.store.helpers import open_store
-from tierstore import BudgetError, TierStore, dispatch_model, undispatch
+from tierstore import BudgetError, TierStore, disable_offload, dispatch_model
 
 WIDTH, LAYERS = 64, 6
 LAYER = 4 * WIDTH * WIDTH
@@ -55,7 +55,7 @@ def test_it_stays_and_is_counted(disk_dir: Path, caplog: pytest.LogCaptureFixtur
             assert torch.equal(model(X), expected)
         assert store.stats().bytes_read > LAYERS * LAYER
         assert store.stats().peak_bytes["HOST"] <= before - NBYTES
-        undispatch(model)
+        disable_offload(model)
         assert budget_of(store) == before
     told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("budget of")]
     assert [" more are used outside" in each for each in told] == [True, False], "and back"
@@ -90,6 +90,6 @@ def test_models_of_one_store_count_together(disk_dir: Path) -> None:
         dispatch_model(other, store)
         assert budget_of(store) == before - 2 * NBYTES
         assert torch.equal(one(X), expected) and torch.equal(other(X), expected)
-        undispatch(one)
+        disable_offload(one)
         assert budget_of(store) == before - NBYTES
         assert torch.equal(other(X), expected)

@@ -19,7 +19,7 @@ from torch import nn
 from tests.adapters.conftest import DEVICES
 from tests.adapters.models import BLOCK_BYTES, WIDTH, Tower, given
 from tests.store.helpers import open_store
-from tierstore import TierStore, dispatch_model, enable_group_offload, undispatch
+from tierstore import TierStore, disable_offload, dispatch_model, enable_group_offload
 
 pytestmark = pytest.mark.full(
     "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
@@ -61,7 +61,7 @@ def offload(request: pytest.FixtureRequest, store: TierStore) -> Iterator[Offloa
 
     yield by
     for handle in handles:
-        handle.disable()
+        disable_offload(handle)
 
 
 def assert_moved(store: TierStore) -> None:
@@ -201,8 +201,8 @@ def test_a_change_counts_in_a_model_that_shares_the_part(device: str, store: Tie
         shared.blocks[2].weight.data.mul_(2)
         plain = copy.deepcopy(other).to(device)
         assert torch.equal(other(x), plain(x))
-    undispatch(one)
-    undispatch(other)
+    disable_offload(one)
+    disable_offload(other)
 
 
 class Growing(nn.Module):
@@ -241,7 +241,7 @@ def test_a_conjugated_weight_is_not_its_bytes(disk_dir: Path) -> None:
         plain = copy.deepcopy(model)
         assert torch.equal(model(x), plain(x))
         assert not torch.equal(model(x), expected)
-        undispatch(model)
+        disable_offload(model)
 
 
 # Gradients ----------------------------------------------------------------------------------------

@@ -24,10 +24,10 @@ from torch import nn
 
 from tierstore import (
     TierStore,
+    disable_offload,
     dispatch_model,
     enable_group_offload,
     load_checkpoint_and_dispatch,
-    undispatch,
 )
 from tools.bench.anonymous import anonymous_memory
 
@@ -123,11 +123,11 @@ def offloaded(model: Any, way: str, checkpoint: Path, store: TierStore) -> Calla
     if way.startswith("dispatched"):
         dtype = torch.bfloat16 if way == "dispatched, cast" else None
         load_checkpoint_and_dispatch(model, checkpoint, store, dtype=dtype)
-        return lambda: undispatch(model)
+        return lambda: disable_offload(model)
     if isinstance(model, diffusers.ModelMixin):
         return enable_group_offload(model, store).disable
     dispatch_model(model, store)
-    return lambda: undispatch(model)
+    return lambda: disable_offload(model)
 
 
 class Excess:

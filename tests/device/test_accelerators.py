@@ -16,11 +16,11 @@ from tierstore import (
     OffloadModel,
     OffloadOptimizer,
     TierStore,
+    disable_offload,
     dispatch_model,
+    edit_weights,
     enable_group_offload,
     offload_activations,
-    onloaded,
-    undispatch,
 )
 
 pytestmark = pytest.mark.floor
@@ -68,7 +68,7 @@ def test_a_model_computes_the_same(how: object, layers: float, device: str, disk
         assert {p.device.type for p in net.parameters()} == {"cpu"}
         for away, plain in zip(net.parameters(), model().parameters(), strict=True):
             assert torch.equal(away, plain)
-        undispatch(net) if handle is net else handle.disable()
+        disable_offload(handle)
 
 
 @on_each
@@ -81,7 +81,7 @@ def test_under_streams_of_its_caller(device: str, disk_dir: Path) -> None:
             with stream:
                 found.append(net(rows(device)))
             stream.synchronize()
-        undispatch(net)
+        disable_offload(net)
     assert all(torch.equal(output.cpu(), expected(device)) for output in found)
 
 
@@ -91,13 +91,13 @@ def test_an_edit_on_the_device_reaches_its_tier(device: str, disk_dir: Path) -> 
     plain[3][0].weight.data += 1
     with store_of(3, device, disk_dir) as store, torch.no_grad():
         dispatch_model(net, store)
-        with onloaded(net[3]):
+        with edit_weights(net[3]):
             assert net[3][0].weight.device.type == device
             net[3][0].weight.data += 1
         wanted = plain.to(device)(rows(device))
         for _ in range(2):  # by the second, every layer has left
             assert torch.equal(net(rows(device)), wanted)
-        undispatch(net)
+        disable_offload(net)
 
 
 @on_each

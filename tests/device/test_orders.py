@@ -29,9 +29,9 @@ from tierstore import (
     OffloadModel,
     OffloadOptimizer,
     TierStore,
+    disable_offload,
     dispatch_model,
     offload_activations,
-    undispatch,
 )
 from tierstore.engine.core import Core
 from tierstore.lease import Lease
@@ -212,7 +212,7 @@ def play(seed: int, place: Path) -> list[str]:
         errors = run_threads([party.run for party in parties])
         wrong = [f"seed {seed}: {what}" for party in parties for what in party.wrong()]
         for party in parties:
-            undispatch(party.net)
+            disable_offload(party.net)
             if party.trainer is not None:
                 party.trainer.ours.disable()
     if errors:

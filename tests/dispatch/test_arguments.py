@@ -26,11 +26,11 @@ from tierstore import (
     ClosedError,
     TierStore,
     cpu_offload,
+    disable_offload,
     disk_offload,
     dispatch_model,
     enable_group_offload,
     load_checkpoint_and_dispatch,
-    undispatch,
 )
 
 pytestmark = pytest.mark.full(
@@ -273,7 +273,7 @@ def test_a_model_that_is_offloaded_in_groups(
             dispatch(model, store)
         assert torch.equal(run(model), outputs(device))
     dispatch(model, store)
-    with pytest.raises(ValueError, match=r"already.*undispatch"):
+    with pytest.raises(ValueError, match=r"already.*disable_offload"):
         enable_group_offload(model, store)
     assert torch.equal(run(model), outputs(device))
 
@@ -284,10 +284,10 @@ def test_a_checkpoint_for_a_model_that_is_dispatched(
 ) -> None:
     model = dispatch_model(models.Tower(seed=4), store)
     weights = Weights.of(model)
-    with pytest.raises(ValueError, match=r"undispatch.*load_state_dict"):
+    with pytest.raises(ValueError, match=r"disable_offload.*load_state_dict"):
         load_checkpoint_and_dispatch(model, tower_file, store)
     weights.assert_at_home(model)
-    load_checkpoint_and_dispatch(undispatch(model), tower_file, store)
+    load_checkpoint_and_dispatch(disable_offload(model), tower_file, store)
     assert torch.equal(run(model), outputs(device))
 
 

@@ -19,7 +19,7 @@ from tests.dispatch.conftest import (
     store_for,
 )
 from tests.helpers.tensors import assert_same, parameter_bytes
-from tierstore import dispatch_model, load_checkpoint_and_dispatch, undispatch
+from tierstore import disable_offload, dispatch_model, load_checkpoint_and_dispatch
 
 pytestmark = pytest.mark.full(
     "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
@@ -81,7 +81,7 @@ def test_a_cast(name: str, device: str, disk_dir: Path) -> None:
             assert {parameter.device.type for parameter in model.parameters()} == {"cpu"}
         cast_bytes = parameter_bytes(plain)
         assert store.stats().bytes_written >= written + cast_bytes
-        undispatch(model)
+        disable_offload(model)
     assert_equal_in_form_and_value(model, plain)
 
 
@@ -139,7 +139,7 @@ def test_channels_last(device: str, disk_dir: Path) -> None:
             read = store.stats().bytes_read
             assert torch.equal(run(model, "cpu"), expected.cpu())
             assert store.stats().bytes_read > read
-        undispatch(model)
+        disable_offload(model)
     assert_equal_in_form_and_value(model, plain.to("cpu"))
 
 
@@ -194,12 +194,12 @@ def test_moving_away_is_an_error(device: str, disk_dir: Path) -> None:
         dispatch_model(model, store)
         models.run("parts", model)
         for move in MOVES.values():
-            with pytest.raises(RuntimeError, match="undispatch"):
+            with pytest.raises(RuntimeError, match="disable_offload"):
                 move(model)
             weights.assert_at_home(model)
             assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
             assert_same(models.run("parts", model), expected)
-        undispatch(model)
+        disable_offload(model)
         weights.assert_at_home(model)
         for move in MOVES.values():
             move(model)  # an ordinary model may go anywhere

@@ -25,7 +25,7 @@ from tests.dispatch.conftest import (
     store_for,
 )
 from tests.helpers.tensors import assert_same
-from tierstore import dispatch_model, load_checkpoint_and_dispatch, undispatch
+from tierstore import disable_offload, dispatch_model, load_checkpoint_and_dispatch
 
 pytestmark = pytest.mark.full(
     "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
@@ -61,7 +61,7 @@ def check_change(
         written = store.stats().bytes_written
         assert_same(models.run(kind, model), after)
         assert store.stats().bytes_written == written  # noticed once
-        undispatch(model)
+        disable_offload(model)
     assert_same_values(model, plain)
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
     return model
@@ -184,7 +184,7 @@ def test_edits_before_the_store_is_left(runs: bool, device: str, disk_dir: Path)
             change(plain)
             change(model)
             assert_same_values(model, plain)
-            undispatch(model)
+            disable_offload(model)
             assert_same_values(model, plain)
 
 
@@ -201,7 +201,7 @@ def test_edits_keep_every_parameter(device: str, disk_dir: Path) -> None:
                 models.run("parts", model)
             assert Weights.of(model).objects == objects
         assert_same(models.run("parts", model), models.run("parts", plain.to(device), device))
-        undispatch(model)
+        disable_offload(model)
     assert Weights.of(model).objects == objects
     assert_same_values(model, plain.to("cpu"))
 
@@ -222,7 +222,7 @@ def test_what_a_forward_changes_itself(device: str, disk_dir: Path) -> None:
             model(models.rows())
             assert model.calls.tolist() == [float(count)] * 1000
             evict(store)
-        undispatch(model)
+        disable_offload(model)
     assert model.calls.tolist() == [3.0] * 1000
 
 
@@ -237,7 +237,7 @@ def test_an_edit_leaves_the_checkpoint_alone(
         every_weight(model)
         models.run("parts", model)
         model.blocks[0].weight.data += 1
-        undispatch(model)
+        disable_offload(model)
     found = models.in_files(checkpoint("parts"))
     assert all(torch.equal(found[name], value) for name, value in true.items())
 
@@ -329,7 +329,7 @@ def test_replacing(change: Change, device: str, disk_dir: Path) -> None:
         written = store.stats().bytes_written
         assert_same(models.run("parts", model), after)
         assert store.stats().bytes_written == written
-        undispatch(model)
+        disable_offload(model)
     assert_same_values(model, plain)
 
 
@@ -346,7 +346,7 @@ def test_a_module_that_was_taken_out_is_ordinary(device: str, disk_dir: Path) ->
         x = models.rows()
         assert torch.equal(taken.weight, plain.blocks[3].weight)
         assert torch.equal(taken(x).cpu(), plain.blocks[3](x))
-        undispatch(model)
+        disable_offload(model)
         assert torch.equal(taken(x), plain.blocks[3](x))
 
 

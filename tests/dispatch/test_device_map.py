@@ -23,9 +23,9 @@ from tests.helpers.tensors import assert_same, parameter_bytes
 from tierstore import (
     BudgetError,
     TierStore,
+    disable_offload,
     dispatch_model,
     load_checkpoint_and_dispatch,
-    undispatch,
 )
 from tierstore.adapters.owners import owner_of
 
@@ -153,7 +153,7 @@ def test_on_the_device_for_good(place: Any, disk_dir: Path) -> None:
         assert onloaded <= runs * rest + beside < runs * parameter_bytes(model)
         stats = store.stats()
         assert stats.peak_bytes["DEVICE"] <= stats.budget_bytes["DEVICE"]
-        undispatch(model)
+        disable_offload(model)
         assert store.stats().used_bytes["DEVICE"] < stays * models.LAYER_BYTES
     weights.assert_at_home(model)
     assert_ordinary(model)
@@ -173,7 +173,7 @@ def test_what_is_on_the_device_may_be_edited(disk_dir: Path) -> None:
             expected = plain.to(ACCELERATOR)(models.rows().to(ACCELERATOR)).cpu()
         for _ in range(2):
             assert torch.equal(run(model), expected)
-        undispatch(model)
+        disable_offload(model)
     Weights.of(plain).assert_equal_to(model)
 
 
@@ -207,7 +207,7 @@ def test_all_of_it_on_the_device(ram_share: float, disk_dir: Path) -> None:
         stats = store.stats()
         assert stats.bytes_onloaded == onloaded
         assert stats.peak_bytes["HOST"] <= ram
-        undispatch(model)
+        disable_offload(model)
     weights.assert_at_home(model)
 
 

@@ -22,9 +22,9 @@ from tests.store.helpers import open_store
 from tierstore import (
     BudgetError,
     TierStore,
+    disable_offload,
     dispatch_model,
     load_checkpoint_and_dispatch,
-    undispatch,
 )
 from tierstore.adapters import bindings
 from tierstore.engine.object_references import ObjectReferences
@@ -178,7 +178,7 @@ def test_caches_in_buffers_stay_right_and_off_the_disk(device: str, tmp_path: Pa
         reference.to(torch.float64)
         x = x.double()
         assert torch.equal(run(model, x, step), run(reference, x.to(device), step))
-        undispatch(model)
+        disable_offload(model)
         assert_same_state(model, reference)
 
 
@@ -230,7 +230,7 @@ def run_models_in_turn(disk_dir: Path) -> None:
             expected = run(model)
             dispatch_model(model, store)
             assert torch.equal(run(model), expected)
-            undispatch(model)
+            disable_offload(model)
             del model
             gc.collect()
         assert store.stats().peak_bytes["DISK"] <= budget
@@ -252,13 +252,13 @@ def test_weights_that_are_still_shown_stay(tmp_path: Path) -> None:
     model = layers()
     expected = run(model)
     with open_store(tmp_path, 4 * LAYER) as store:
-        undispatch(dispatch_model(model, store))
+        disable_offload(dispatch_model(model, store))
         assert weights_on_disk(store)
         assert torch.equal(run(model), expected)
         written = store.stats().bytes_written
         dispatch_model(model, store)  # it lies in its files
         assert store.stats().bytes_written == written
-        undispatch(model)
+        disable_offload(model)
         part = model[0].weight.detach()
         kept = part.clone()
         del model

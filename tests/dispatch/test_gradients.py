@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.dispatch import models
 from tests.dispatch.conftest import ON_BOTH, Weights, store_for
 from tests.helpers.tensors import assert_same, parameter_bytes
-from tierstore import dispatch_model, undispatch
+from tierstore import disable_offload, dispatch_model
 
 pytestmark = [
     pytest.mark.full(
@@ -59,14 +59,14 @@ def test_backward_raises(trainable: Trainable, of_input: bool, device: str, disk
             assert torch.equal(output.cpu(), expected.cpu())
             assert output.requires_grad
             assert store.stats().bytes_read > 0
-            with pytest.raises(RuntimeError, match=r"tierstore.*no_grad.*undispatch"):
+            with pytest.raises(RuntimeError, match=r"tierstore.*no_grad.*disable_offload"):
                 output.sum().backward()
             with pytest.raises(RuntimeError):
                 torch.autograd.grad(model(x).sum(), x if of_input else list(wanting(model)))
         assert x.grad is None
         assert all(parameter.grad is None for parameter in model.parameters())
         weights.assert_at_home(model)
-        undispatch(model)
+        disable_offload(model)
     model(x).sum().backward()  # ordinary again, it trains
     plain.to("cpu")
     trainable(plain)

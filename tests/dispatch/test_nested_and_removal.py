@@ -27,10 +27,10 @@ from tests.helpers.tensors import assert_same, parameter_bytes
 from tierstore import (
     ClosedError,
     TierStore,
+    disable_offload,
     dispatch_model,
     enable_group_offload,
     load_checkpoint_and_dispatch,
-    undispatch,
 )
 
 pytestmark = [
@@ -127,10 +127,10 @@ def test_child_and_parent(
         assert parameter_bytes(model.first) <= bytes_in_groups(other)
         assert serving(model, store, other) == [True, True]
         assert serving(model.first, store, other) == [False, True]
-    undispatch(model)
+    disable_offload(model)
     assert torch.equal(run(model), expected)
     assert serving(model, store, other) == [same_store, not same_store]
-    undispatch(model.first)
+    disable_offload(model.first)
     assert serving(model, store, other) == [False, False]
     assert not groups(store) and not groups(other)
     assert_ordinary(model)
@@ -147,14 +147,14 @@ def test_the_child_goes_back_to_its_parent(
     for module, its_store in pair if child_first else reversed(pair):
         dispatch_model(module, its_store)
     run(model)
-    undispatch(model.first)
+    disable_offload(model.first)
     assert not groups(other)
     for _ in range(2):
         assert torch.equal(run(model), expected)
         weights.assert_at_home(model)
     assert bytes_in_groups(store) >= parameter_bytes(model)
     assert serving(model, store, other) == [True, False]
-    undispatch(model)
+    disable_offload(model)
     assert_ordinary(model)
     weights.assert_at_home(model)
 
@@ -171,9 +171,9 @@ def test_edits_in_a_nested_dispatch(device: str, store: TierStore, other: TierSt
     for _ in range(2):
         assert torch.equal(run(model), outputs(device, plain))
         Weights.of(plain).assert_equal_to(model)
-    undispatch(model.first)
+    disable_offload(model.first)
     assert torch.equal(run(model), outputs(device, plain))
-    undispatch(model)
+    disable_offload(model)
     Weights.of(plain).assert_equal_to(model)
 
 
@@ -200,9 +200,9 @@ def test_weights_tied_across_nested_dispatches(
     for _ in range(2):
         assert torch.equal(run(model), expected)
         weights.assert_at_home(model)
-    undispatch(model.first)
+    disable_offload(model.first)
     assert torch.equal(run(model), expected)
-    undispatch(model)
+    disable_offload(model)
     weights.assert_at_home(model)
     assert_ordinary(model)
 
@@ -215,7 +215,7 @@ def test_three_levels(device: str, store: TierStore, other: TierStore) -> None:
     dispatch_model(model, other)
     for module in (model.first, model, model.first.layers[2]):
         assert torch.equal(run(model), expected)
-        undispatch(module)
+        disable_offload(module)
         assert torch.equal(run(model), expected)
     assert_ordinary(model)
     weights.assert_at_home(model)
@@ -232,7 +232,7 @@ def test_a_part_of_a_larger_model_that_is_not_dispatched(device: str, store: Tie
         assert torch.equal(run(model), expected)
     weights.assert_at_home(inner)
     model.to("cpu")
-    with pytest.raises(RuntimeError, match="undispatch"):
+    with pytest.raises(RuntimeError, match="disable_offload"):
         model.to("meta")
     assert torch.equal(run(model), expected)
     state = plain.to("cpu").state_dict()
@@ -290,7 +290,7 @@ def test_other_arguments_start_anew(device: str, store: TierStore, other: TierSt
     assert torch.equal(run(model), outputs(device))
     assert serving(model, store, other) == [False, True]
     weights.assert_at_home(model)
-    undispatch(model)
+    disable_offload(model)
     assert_ordinary(model)
     weights.assert_at_home(model)
 
@@ -301,7 +301,7 @@ def test_dispatched_again_after_it_was_removed(device: str, store: TierStore) ->
     for _ in range(3):
         dispatch_model(model, store)
         assert torch.equal(run(model), outputs(device))
-        undispatch(model)
+        disable_offload(model)
         weights.assert_at_home(model)
         assert not groups(store)
     assert_ordinary(model)
@@ -311,7 +311,7 @@ def test_dispatched_again_after_it_was_removed(device: str, store: TierStore) ->
 
 
 @pytest.mark.parametrize("kind", models.KINDS)
-def test_undispatched_a_model_is_what_it_was(
+def test_a_model_made_ordinary_is_what_it_was(
     kind: str, device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     model = models.load(kind, checkpoint(kind))
@@ -323,7 +323,7 @@ def test_undispatched_a_model_is_what_it_was(
         models.forward(kind, model)
         read = store.stats().bytes_read
         assert read > 0
-        assert undispatch(model) is model
+        assert disable_offload(model) is model
         assert not groups(store)
         before = asked(store)
         assert_same(models.run(kind, model), reference(kind).outputs)
@@ -343,7 +343,7 @@ def test_it_needs_neither_store_nor_directory_afterwards(device: str, disk_dir: 
         dispatch_model(model, store)
         assert store.stats().bytes_written > 0
         run(model)
-        undispatch(model)
+        disable_offload(model)
     shutil.rmtree(disk_dir)
     weights.assert_at_home(model)
     assert torch.equal(run(model), outputs("cpu"))
@@ -354,7 +354,7 @@ def test_afterwards_it_trains(device: str, store: TierStore) -> None:
     model, plain = Pair(), Pair()
     dispatch_model(model, store)
     run(model)
-    undispatch(model)
+    disable_offload(model)
     for each in (model, plain):
         optimizer = torch.optim.AdamW(each.parameters(), lr=0.01)
         for _ in range(2):
@@ -370,7 +370,7 @@ def test_what_is_changed_afterwards_stays_out_of_the_store(device: str, disk_dir
     model = Pair()
     with store_for(model, disk_dir, device, SHARE) as store:
         dispatch_model(model, store)
-        undispatch(model)
+        disable_offload(model)
         for parameter in model.parameters():
             parameter.data.zero_()
         again = dispatch_model(Pair(), store)
@@ -382,18 +382,18 @@ def test_what_is_changed_afterwards_stays_out_of_the_store(device: str, disk_dir
         assert torch.equal(run(model), outputs(device))
 
 
-def test_what_is_not_dispatched(device: str, store: TierStore) -> None:
+def test_what_is_not_offloaded(device: str, store: TierStore) -> None:
     model = Pair()
-    with pytest.raises(ValueError, match=r"not dispatched.*dispatch_model"):
-        undispatch(model)
+    with pytest.raises(ValueError, match=r"not offloaded.*dispatch_model"):
+        disable_offload(model)
     dispatch_model(model, store)
     for part in (model.first, model.first.layers, model.first.layers[0]):
-        with pytest.raises(ValueError, match="not dispatched"):
-            undispatch(part)
+        with pytest.raises(ValueError, match="not offloaded"):
+            disable_offload(part)
     assert serving(model, store) == [True]
-    undispatch(model)
-    with pytest.raises(ValueError, match="not dispatched"):
-        undispatch(model)
+    disable_offload(model)
+    with pytest.raises(ValueError, match="not offloaded"):
+        disable_offload(model)
 
 
 def test_the_store_is_closed_first(
@@ -412,7 +412,7 @@ def test_the_store_is_closed_first(
         for _ in range(2):
             with pytest.raises(ClosedError):
                 models.run("parts", each) if each is loaded else run(each)
-        undispatch(each)
+        disable_offload(each)
         assert_ordinary(each)
     assert torch.equal(run(model), outputs("cpu"))
     plain = models.load("parts", checkpoint("parts"))

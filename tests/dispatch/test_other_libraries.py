@@ -25,11 +25,11 @@ from tests.helpers.tensors import assert_same
 from tierstore import (
     BudgetError,
     TierStore,
+    disable_offload,
     dispatch_model,
+    edit_weights,
     enable_group_offload,
     load_checkpoint_and_dispatch,
-    onloaded,
-    undispatch,
 )
 
 pytestmark = pytest.mark.full(
@@ -89,7 +89,7 @@ def test_a_lora_of_peft(device: str, checkpoint: Checkpoints, disk_dir: Path) ->
         assert torch.allclose(assert_as_plain(), adapted, rtol=1e-2, atol=1e-3)
         Weights.of(merged[0]).assert_equal_to(merged[1])
         assert store.stats().bytes_written > 0
-        undispatch(base)
+        disable_offload(base)
         assert_ordinary(base)
         Weights.of(merged[0]).assert_equal_to(merged[1])
 
@@ -106,7 +106,7 @@ def test_a_lora_merged_layer_by_layer(device: str, checkpoint: Checkpoints, disk
         for each in (plain, adapted):
             for layer in each.modules():
                 if isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer):
-                    with onloaded(layer):
+                    with edit_weights(layer):
                         assert layer.base_layer.weight.device.type == device
                         layer.merge()
         Weights.of(plain).assert_equal_to(adapted)
@@ -189,7 +189,7 @@ def test_dispatched_in_inference_mode(device: str, disk_dir: Path) -> None:
                 each.layers[3].weight.data += 1
         assert torch.equal(run(model), run(plain.to(device), device))
         model.layers[1].weight.square().sum().backward()
-        undispatch(model)
+        disable_offload(model)
     Weights.of(plain).assert_equal_to(model)
     model(models.rows()).sum().backward()
 
@@ -245,7 +245,7 @@ def test_inference_tensors_compute_the_same_bits(way: Any, disk_dir: Path) -> No
         for _ in range(2):
             assert_equal()
         assert store.stats().bytes_read > 0
-        undispatch(model) if offloaded is model else offloaded.disable()
+        disable_offload(offloaded)
     assert_equal()
     for tensor in [*model.parameters(), *model.buffers()]:
         assert tensor.is_inference()
@@ -288,7 +288,7 @@ def test_recurrent_modules(device: str, disk_dir: Path) -> None:
                 each.rnn.weight_hh_l1.data += 0.125
         assert torch.equal(run(model), run(plain.to(device), device))
         assert store.stats().bytes_written > 0 < acquires(store)
-        undispatch(model)
+        disable_offload(model)
     Weights.of(plain).assert_equal_to(model)
 
 
@@ -325,11 +325,11 @@ def test_two_models_share_a_module(
         expected = [run(each.to(device), device) for each in changed]
         for each, output in zip(both, expected, strict=True):
             assert torch.equal(run(each), output)
-        undispatch(both[0 if first_goes else 1])
+        disable_offload(both[0 if first_goes else 1])
         left = 1 if first_goes else 0
         for _ in range(2):
             assert torch.equal(run(both[left]), expected[left])
-        undispatch(both[left])
+        disable_offload(both[left])
     for each, before in zip(both, weights, strict=True):
         assert Weights.of(each).objects == before.objects
         assert_ordinary(each)

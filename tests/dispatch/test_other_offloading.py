@@ -20,9 +20,9 @@ from tests.dispatch.conftest import Checkpoints, Weights, store_for
 from tierstore import (
     OffloadModel,
     TierStore,
+    disable_offload,
     dispatch_model,
     enable_group_offload,
-    undispatch,
 )
 
 CPU = torch.device("cpu")
@@ -32,7 +32,7 @@ pipeline_checkpoint = checkpoint
 
 def dispatched(model: Any, store: TierStore) -> Callable[[], object]:
     dispatch_model(model, store)
-    return lambda: undispatch(model)
+    return lambda: disable_offload(model)
 
 
 def offloaded_in_groups(model: Any, store: TierStore) -> Callable[[], object]:
@@ -45,7 +45,7 @@ def in_training(model: Any, store: TierStore) -> Callable[[], object]:
 
 def a_layer_of_it(model: Any, store: TierStore) -> Callable[[], object]:
     dispatch_model(model.layers[5], store)
-    return lambda: undispatch(model.layers[5])
+    return lambda: disable_offload(model.layers[5])
 
 
 def cpu_offload(model: Any, folder: Path) -> None:

@@ -29,10 +29,10 @@ from tests.helpers.tensors import assert_same, parameter_bytes
 from tierstore import (
     TierStore,
     cpu_offload,
+    disable_offload,
     disk_offload,
     dispatch_model,
     load_checkpoint_and_dispatch,
-    undispatch,
 )
 
 pytestmark = pytest.mark.full(
@@ -87,7 +87,7 @@ def test_a_loaded_model(
             weights.assert_at_home(model)
             assert_bytes_moved(store, expected, runs, share)
         assert store.stats().bytes_written == 0  # the checkpoint holds it all
-        assert undispatch(model) is model
+        assert disable_offload(model) is model
     weights.assert_at_home(model)
     assert_same(models.run(kind, model), reference(kind).outputs)
 
@@ -173,7 +173,7 @@ def test_every_way_of_dispatching(
             weights.assert_at_home(model)
             assert_bytes_moved(store, expected, runs, share=0.1)
         assert store.stats().bytes_written == 0
-        undispatch(model)
+        disable_offload(model)
     weights.assert_at_home(model)
 
 
@@ -199,7 +199,7 @@ def test_some_of_it_stays_on_the_device(
         again = expected.needed - 2 * int(0.25 * expected.weights)
         assert store.stats().bytes_read >= expected.needed + (RUNS - 1) * again
         assert store.stats().peak_bytes["DEVICE"] <= int(0.25 * expected.weights)
-        undispatch(model)
+        disable_offload(model)
     weights.assert_at_home(model)
 
 

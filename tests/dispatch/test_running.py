@@ -25,7 +25,7 @@ from tests.dispatch.conftest import (
     store_for,
 )
 from tests.helpers.tensors import assert_same
-from tierstore import dispatch_model, undispatch
+from tierstore import disable_offload, dispatch_model
 
 pytestmark = pytest.mark.full(
     "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
@@ -209,7 +209,7 @@ def test_preload_module_classes(disk_dir: Path) -> None:
             read = store.stats().bytes_onloaded
             assert torch.equal(model(x), expected)
             assert store.stats().bytes_onloaded > read
-        undispatch(model)
+        disable_offload(model)
         dispatch_model(model, store)  # they come for each operation
         assert torch.equal(model(x), expected)
 
@@ -286,7 +286,7 @@ def test_inference_mode(device: str, disk_dir: Path) -> None:
             assert not any(parameter.is_inference() for parameter in model.parameters())
         model.blocks[1].weight.square().sum().backward()
         assert model.blocks[1].weight.grad is not None
-        undispatch(model)
+        disable_offload(model)
     Weights.of(plain).assert_equal_to(model)
     assert not any(tensor.is_inference() for tensor in [*model.parameters(), *model.buffers()])
 
@@ -299,7 +299,7 @@ def test_without_tensors_of_its_own(device: str, disk_dir: Path) -> None:
     with store_for(1 << 20, disk_dir, device) as store:
         dispatch_model(model, store)
         assert torch.equal(model(x), expected)
-        undispatch(model)
+        disable_offload(model)
     assert_ordinary(model)
 
 
@@ -338,7 +338,7 @@ def test_hooks_see_what_they_always_see(device: str, disk_dir: Path) -> None:
         for _ in range(2):
             models.run("parts", plain, device)
             models.run("parts", model)
-        undispatch(model)
+        disable_offload(model)
     models.run("parts", plain.to("cpu"))
     models.run("parts", model)
     assert len(found) == len(expected) == 3 * 12
@@ -385,7 +385,7 @@ def test_a_method_that_somebody_replaced_stays(device: str, disk_dir: Path) -> N
         expected = plain(models.rows().to(device)).cpu()
         for _ in range(2):
             assert torch.equal(model(models.rows()), expected)
-        undispatch(model)
+        disable_offload(model)
         asked = store.stats()
         assert model.layers[1].forward is kept
         assert torch.equal(model(models.rows()), plain.to("cpu")(models.rows()))
@@ -423,7 +423,7 @@ def test_an_exception_leaves_nothing_leased(
         for _ in range(2):
             assert_same(models.run("parts", model), expected)
         assert store.stats().bytes_read > 0
-        undispatch(model)
+        disable_offload(model)
         assert not [key for key in store if not key.startswith("weights/")]
     weights.assert_at_home(model)
 
@@ -458,7 +458,7 @@ def test_two_models_in_one_store(device: str, disk_dir: Path) -> None:
         for _ in range(2):
             for model, outputs in zip(both, expected, strict=True):
                 assert_same(models.run("parts", model), outputs)
-        undispatch(both[0])
+        disable_offload(both[0])
         assert_same(models.run("parts", both[1]), expected[1])
     for model, made in zip(both, plain, strict=True):
         state = made.state_dict()

@@ -34,10 +34,10 @@ from tierstore import (
     CorruptDataError,
     TierStore,
     cpu_offload,
+    disable_offload,
     disk_offload,
     dispatch_model,
     load_checkpoint_and_dispatch,
-    undispatch,
 )
 
 pytestmark = pytest.mark.full(
@@ -91,7 +91,7 @@ def train(model: nn.Module) -> None:
 @ON_BOTH
 def test_training_updates_nothing(device: str, store: TierStore) -> None:
     model = dispatch_model(models.build("parts"), store)
-    with pytest.raises(RuntimeError, match=r"tierstore.*undispatch"):
+    with pytest.raises(RuntimeError, match=r"tierstore.*disable_offload"):
         train(model)
     assert_same(models.run("parts", model), outputs(device=device))
 
@@ -227,7 +227,7 @@ def test_a_second_model_in_one_folder_runs_the_first_one_s_weights(
             for _ in range(2):
                 assert_same(models.run("parts", model), expected[seed])
             assert store.stats().bytes_read > 0
-            undispatch(model)
+            disable_offload(model)
 
 
 @pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
@@ -336,7 +336,7 @@ def test_flipped_bytes_in_a_file_are_undetected_in_accelerate(tmp_path: Path) ->
 def test_hooks_removed_stay_on_meta(device: str, checkpoint: Checkpoints, store: TierStore) -> None:
     model = load_checkpoint_and_dispatch(models.empty("parts"), checkpoint("parts"), store)
     models.run("parts", model)
-    undispatch(model)
+    disable_offload(model)
     assert_ordinary(model)
     Weights.of(models.load("parts", checkpoint("parts"))).assert_equal_to(model)
     expected = models.run("parts", models.load("parts", checkpoint("parts")))

@@ -30,7 +30,7 @@ from tests.dispatch.conftest import (
     store_for,
 )
 from tests.helpers.tensors import assert_same
-from tierstore import TierStore, dispatch_model, undispatch
+from tierstore import TierStore, disable_offload, dispatch_model
 
 pytestmark = [
     pytest.mark.full(
@@ -339,7 +339,7 @@ def test_tied_weights_stay_tied(
         assert model.head.weight is model.embed.weight
         assert len(list(model.parameters())) == len(list(models.build("parts").parameters()))
         assert_still_runs(model, store, reference("parts", device, built=True).outputs)
-    undispatch(model)
+    disable_offload(model)
     assert model.head.weight is model.embed.weight
 
 
@@ -349,7 +349,7 @@ def test_buffers_are_where_forward_needs_them(model: Any, store: TierStore, devi
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name].cpu(), value), name
-    undispatch(model)
+    disable_offload(model)
     assert {buffer.device.type for buffer in model.buffers()} == {"cpu"}
     assert "mask" not in model.state_dict()
 
@@ -368,7 +368,7 @@ def test_statistics_are_updated_as_ever(model: Any, store: TierStore, device: st
     assert read > 0
     state = {name: value.cpu() for name, value in plain.state_dict().items()}
     assert same_state(model.state_dict(), state)
-    undispatch(model)
+    disable_offload(model)
     assert same_state(model.state_dict(), state)
 
 
@@ -381,6 +381,6 @@ def test_an_edited_buffer_is_used(model: Any, store: TierStore, device: str) -> 
         each.norm.running_mean.data += 1
     expected = models.run("parts", plain.to(device), device)
     assert_still_runs(model, store, expected)
-    undispatch(model)
+    disable_offload(model)
     assert same_state(model.state_dict(), plain.to("cpu").state_dict())
     assert torch.equal(model.mask, plain.mask)

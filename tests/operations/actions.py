@@ -17,7 +17,7 @@ from torch import nn
 
 from tests import accelerator, pipelines
 from tests.store.helpers import open_store
-from tierstore import TierStore, dispatch_model, enable_group_offload
+from tierstore import TierStore, disable_offload, dispatch_model, enable_group_offload
 
 
 class Actions:
@@ -72,7 +72,8 @@ class Actions:
     def end(self, target: Any) -> None:
         """Make what was offloaded latest an ordinary pipeline or model on the CPU."""
         if self._handle is not None:
-            self._handle.disable()
+            for handle in getattr(self._handle, "all", [self._handle]):
+                disable_offload(handle)
         target.to("cpu")
 
     def suspended(self) -> AbstractContextManager[None]:

@@ -181,7 +181,7 @@ def pickle_a_component(actions: Actions) -> None:
     assert torch.equal(*actions.outputs)
 
 
-@SAVING.row("`handle.disable()`, and offloading it again")
+@SAVING.row("`disable_offload(handle)`, and offloading it again")
 def end_and_offload_again(actions: Actions) -> None:
     pipe = actions.load("flux")
     actions.offload(pipe)

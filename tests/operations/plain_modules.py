@@ -349,8 +349,8 @@ def half_precision(actions: Actions) -> None:
     "`backward()` where nothing is frozen, and so training of all weights",
     refusal=Refusal(
         RuntimeError,
-        "undispatch",
-        "`undispatch(model)`, or [training](training.md) on a store; to train a few weights, "
+        "disable_offload",
+        "`disable_offload(model)`, or [training](training.md) on a store; to train a few weights, "
         "[freeze the others](fine-tuning.md)",
     ),
 )
@@ -388,7 +388,7 @@ def forward_derivatives(actions: Actions) -> None:
 
 @CALLING.row(
     "`torch.func.jvp`, `jacfwd`",
-    refusal=Refusal(RuntimeError, "cannot be differentiated", "`undispatch(model)` first"),
+    refusal=Refusal(RuntimeError, "cannot be differentiated", "`disable_offload(model)` first"),
     devices=(ACCELERATOR,),
 )
 def derivatives_on_an_accelerator(actions: Actions) -> None:
@@ -399,7 +399,7 @@ def derivatives_on_an_accelerator(actions: Actions) -> None:
 
 @CALLING.row(
     "`torch.func.grad`, `vjp`, `jacrev`",
-    refusal=Refusal(RuntimeError, r"undispatch", "`undispatch(model)` first"),
+    refusal=Refusal(RuntimeError, r"disable_offload", "`disable_offload(model)` first"),
 )
 def gradient_of_a_function(actions: Actions) -> None:
     model, x = dispatched(actions), rows().to(actions.device)

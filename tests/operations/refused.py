@@ -14,12 +14,12 @@ REFUSED = Table("Refused")
 MARKED = Refusal(
     ValueError,
     "group offloading enabled",
-    "leave it out, or `handle.disable()` first",
+    "leave it out, or `disable_offload(handle)` first",
 )
 GUARDED = Refusal(
     ValueError,
     "on a tierstore.*leave other offloading out",
-    "leave it out, or `handle.disable()` first",
+    "leave it out, or `disable_offload(handle)` first",
 )
 
 

@@ -123,7 +123,9 @@ def prepared_without_placement(actions: Actions) -> None:
     run(actions, accelerator.prepare_model(model, device_placement=False, evaluation_mode=True))
 
 
-ON_A_STORE = Refusal(ValueError, "is on a tierstore", "leave it out, or `undispatch(model)` first")
+ON_A_STORE = Refusal(
+    ValueError, "is on a tierstore", "leave it out, or `disable_offload(model)` first"
+)
 
 
 @SURROUNDINGS.row("accelerate's `cpu_offload`", refusal=ON_A_STORE)

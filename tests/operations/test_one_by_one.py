@@ -37,19 +37,15 @@ class Handles:
 
     def __init__(self, target: Any, *arguments: Any, **options: Any) -> None:
         models = [target] if isinstance(target, nn.Module) else target.components.values()
-        self._all = [
+        self.all = [
             enable_group_offload(model, *arguments, **options)
             for model in models
             if isinstance(model, nn.Module)
         ]
 
-    def disable(self) -> None:
-        for each in self._all:
-            each.disable()
-
     def suspended(self) -> AbstractContextManager[None]:
         stack: Any = ExitStack()
-        for each in self._all:
+        for each in self.all:
             stack.enter_context(each.suspended())
         return stack  # type: ignore[no-any-return]
 

@@ -20,7 +20,7 @@ from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
 from tests import pipelines
 from tests.adapters.conftest import Checkpoints, checkpoint
 from tests.store.helpers import open_store
-from tierstore import enable_group_offload, from_pretrained
+from tierstore import disable_offload, enable_group_offload, from_pretrained
 from tierstore.adapters.codecs import leaves_of
 
 __all__ = ["checkpoint"]
@@ -89,7 +89,7 @@ def test_a_pipeline_computes_the_same(flux: Path, disk_dir: Path) -> None:
             assert torch.equal(pipelines.run("flux", pipe), expected)
         assert store.stats().bytes_read > 2 * BUDGET
         assert store.stats().peak_bytes["HOST"] <= BUDGET
-        enable_group_offload(pipe, store).disable()
+        disable_offload(enable_group_offload(pipe, store))
     assert torch.equal(pipelines.run("flux", pipe), expected)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import save
 from torch import nn
 
 from tests.remote.servers import BUCKET, Proxy, error_500, upload
-from tierstore import TierStore, load_checkpoint_and_dispatch, undispatch
+from tierstore import TierStore, disable_offload, load_checkpoint_and_dispatch
 from tierstore.model.errors import BudgetError, StaleCheckpointError, TransferError
 from tierstore.tiers.object_store import patience
 
@@ -54,7 +54,7 @@ def test_it_computes_what_the_model_does_and_holds_its_values(
         assert all(torch.equal(state[k], v) for k, v in model.state_dict().items())
         again = copy.deepcopy(loaded)
         assert torch.equal(again(x), expected)
-        assert torch.equal(undispatch(loaded)(x), expected)
+        assert torch.equal(disable_offload(loaded)(x), expected)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from tests.store.helpers import open_store
-from tierstore import InvalidHeaderError, TierStoreError, dispatch_model, undispatch
+from tierstore import InvalidHeaderError, TierStoreError, disable_offload, dispatch_model
 from tierstore import load_checkpoint_and_dispatch as load_and_dispatch
 from tierstore.cli.commands import inspector
 from tierstore.engine.checkpoints import read_checkpoint
@@ -86,7 +86,7 @@ def test_a_dtype_works_everywhere(dtype: torch.dtype, tmp_path: Path) -> None:
         for model in (loaded, put):
             assert torch.equal(model(torch.zeros(1, dtype=torch.float64)), expected)
             assert bits(model.state_dict()["weight"]) == bits(weight)
-            undispatch(model)
+            disable_offload(model)
         assert store.stats().bytes_read > 0
     with open_store(tmp_path / "store", 1 << 20) as store:
         found = {key: store.get(key) for key in ("put", "turned", "one", "tied")}

@@ -18,11 +18,11 @@ from tierstore import (
     OffloadModel,
     OffloadOptimizer,
     TransferError,
+    disable_offload,
     dispatch_model,
     enable_group_offload,
     load_training,
     save_training,
-    undispatch,
 )
 
 
@@ -42,7 +42,7 @@ def test_a_run_is_logged_from_opening_to_closing(
             model(given())
         store.flush()
         stats = store.stats()
-        undispatch(model)
+        disable_offload(model)
     opened, dispatched, closed = logged(caplog)
     assert opened[0] == closed[0] == "tierstore.engine"
     assert re.fullmatch(
@@ -67,7 +67,7 @@ def test_offloading_and_a_second_opening_are_logged(
     with torch.no_grad(), open_store(disk_dir) as store:
         handle = enable_group_offload(model, store)
         model(given())
-        handle.disable()
+        disable_offload(handle)
     opened, offloaded, _closed = [message for _, message in logged(caplog)]
     assert opened.endswith("; 1 group there")
     assert re.match(r"Tower-\d+: \d+ groups, \d+ bytes of weights", offloaded)

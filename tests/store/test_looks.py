@@ -18,7 +18,7 @@ from tests.helpers.processes import Tell, forked
 from tests.helpers.threads import PATIENCE
 from tests.observe.test_report import drawn
 from tests.store.helpers import PAGE, on_both, open_store, pages
-from tierstore import TierStore, enable_group_offload
+from tierstore import TierStore, disable_offload, enable_group_offload
 from tierstore.model.words import count
 
 LOOKS: dict[str, Callable[[Any], str]] = {
@@ -192,7 +192,7 @@ def test_a_handle_shows_its_model_and_the_store(look: Callable[[Any], str], disk
         assert "not enabled" not in look(handle)
         with core_of(store).lock:
             assert at_once(lambda: look(handle)) is not None
-        handle.disable()
+        disable_offload(handle)
         assert "not enabled" in look(handle)
         del model
     assert "closed" in look(handle)

@@ -62,8 +62,7 @@ class Conversion:
             raise RuntimeError(
                 f"the model cannot be moved to {moved.device}: its weights are in a tierstore, and "
                 f"come to {offloaded.store.device} by themselves while it runs. Leave the move "
-                "out, or make it an ordinary model first (tierstore.undispatch(model), or "
-                "handle.disable())"
+                "out, or make it an ordinary model first (tierstore.disable_offload(model))"
             )
         if not recurse:  # then a change is noticed as any other
             return original(change, recurse)

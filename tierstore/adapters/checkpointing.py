@@ -30,10 +30,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def checkpoint(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+def checkpoint_activations(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Call `fn`, keep only what it is given, and compute it again in the backward pass.
 
-        y = checkpoint(block, x, mask=mask)
+        y = checkpoint_activations(block, x, mask=mask)
 
     It is `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, with the state of the
     random generators restored. Inside of `offload_activations`, what is kept goes to the store:
@@ -57,7 +57,7 @@ def checkpoint(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
 
 
 def checkpointed(fn: Callable[..., Any], given: Arguments, kept: Arguments) -> Any:
-    """`checkpoint` of `fn`, called with what is `given` first, and later with what is `kept`."""
+    """Checkpoint `fn`: called with what is `given` first, and with what is `kept` again."""
     tensors = _Tensors()
     call = _Call(fn, given, tensors, tensors.taken_from(kept))
     return torch_checkpoint.checkpoint(call, *tensors.found, use_reentrant=False)

@@ -35,7 +35,7 @@ from tierstore.store import TierStore, engine_of
 logger = logging.getLogger("tierstore.adapters")
 
 # A component does not hold its model, so that an entry goes with it.
-_components: weakref.WeakKeyDictionary[nn.Module, Component] = weakref.WeakKeyDictionary()
+components: weakref.WeakKeyDictionary[nn.Module, Component] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Component:
             self.leave(user)
             raise
         self._users[user] = None
-        _components[module] = self
+        components[module] = self
         suspend_methods(module, self)
 
     def leave(self, user: Any | None) -> None:
@@ -99,8 +99,8 @@ class Component:
         module = self._module()
         if module is None:
             return
-        if _components.get(module) is self:
-            del _components[module]
+        if components.get(module) is self:
+            del components[module]
         unwrap(module, self)
         self._make_ordinary(module)
         engine_of(self.store).groups.discard_soon(())
@@ -136,7 +136,7 @@ class Component:
 
     def _resume(self) -> None:
         module = self._module()
-        if module is None or _components.get(module) is not self:
+        if module is None or components.get(module) is not self:
             return  # it ended meanwhile
         if not self.store.closed:
             self._offload(module)
@@ -191,7 +191,7 @@ def component_of(module: nn.Module, store: TierStore) -> Component | None:
 
     What did so for pipelines that are gone ends, and what is suspended on another store, too.
     """
-    component = _components.get(module)
+    component = components.get(module)
     if component is None:
         return None
     elsewhere = component.store is not store
@@ -284,5 +284,5 @@ def suspended_in(pipe: Any) -> Iterator[AbstractContextManager[None]]:
     if by is not None:
         yield by.suspended()
     for model in models_in(pipe).values():
-        if (component := _components.get(model)) is not None:
+        if (component := components.get(model)) is not None:
             yield component.suspended()

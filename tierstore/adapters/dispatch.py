@@ -37,7 +37,7 @@ from tierstore.adapters.other_offloading import check_not_offloaded
 from tierstore.adapters.owners import Owner, owner_of
 from tierstore.engine.settings import resolve_device
 from tierstore.model.errors import DeviceError
-from tierstore.store import TierStore, check_store, engine_of
+from tierstore.store import TierStore, check_store
 
 logger = logging.getLogger("tierstore.adapters")
 
@@ -234,8 +234,8 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
     resolve_device_map(model, store, device_map)
     if (owner := owner_of(model)) is not None and owner.root is model:
         raise ValueError(
-            f"{type(model).__name__} is offloaded already: undispatch it first, or load other "
-            "weights into it with load_state_dict()"
+            f"{type(model).__name__} is offloaded already: call disable_offload of it first, "
+            "or load other weights into it with load_state_dict()"
         )
     meta = [(each, each.detach()) for each in _state(model) if each.device.type == "meta"]
     was_meta = {id(tensor) for tensor, _ in meta}
@@ -306,26 +306,6 @@ def disk_offload(
     _refuse_replaced("disk_offload", replaced)
     _check(model, store, execution_device, "execution_device")
     return dispatch_model(model, store, {"": "disk"}, preload_module_classes=preload_module_classes)
-
-
-def undispatch(model: ModuleType) -> ModuleType:
-    """The same model, made an ordinary one again: bit-equal, its weights on the CPU.
-
-    Args:
-        model: what was given to `dispatch_model`. Parts that were dispatched by themselves stay so.
-
-    Raises:
-        ValueError: it is not dispatched.
-    """
-    owner = _dispatched_before(model)
-    if owner is None:
-        raise ValueError(
-            f"{type(model).__name__} is not dispatched: pass the module that was given to "
-            "dispatch_model"
-        )
-    owner.disable()
-    engine_of(owner.store).groups.discard_soon(())
-    return model
 
 
 # Where things go -------------------------------------------------------------------------------

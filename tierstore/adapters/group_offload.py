@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,10 +21,12 @@ from tierstore.adapters.components import (
     Component,
     OffloadSettings,
     component_of,
+    components,
     handles,
     models_in,
 )
 from tierstore.adapters.memory_warning import warn_of_little_memory
+from tierstore.adapters.owners import owner_of
 from tierstore.adapters.pipelines import follow_methods
 from tierstore.engine.settings import resolve_device
 from tierstore.model.outline import OFFLOAD_TYPES
@@ -44,6 +46,8 @@ _HARMLESS = ("use_stream", "record_stream", "low_cpu_mem_usage", "non_blocking")
 
 _numbers = itertools.count()
 
+Target = TypeVar("Target")
+
 
 def _look(handle: OffloadHandle) -> Shown:
     if "_enabled" not in vars(handle):  # it may be asked for while a handle is made
@@ -61,7 +65,7 @@ def _look(handle: OffloadHandle) -> Shown:
 class OffloadHandle:
     """An offloaded pipeline or model. `enable_group_offload` makes it.
 
-    As a context manager, it calls `disable` at its end.
+    As a context manager, it calls `disable_offload` at its end.
 
     Attributes:
         store: where the weights are.
@@ -96,18 +100,6 @@ class OffloadHandle:
         """The numbers of the store so far."""
         return self.store.stats()
 
-    def disable(self) -> None:
-        """Undo the offloading: the weights are ordinary CPU tensors again, bit-equal.
-
-        Components that another offloaded pipeline has, too, stay offloaded for that one.
-        """
-        self._enabled = False
-        target = self._target()
-        if target is not None and handles.get(target) is self:
-            del handles[target]
-        self._leave(self._parts, {})
-        self._parts.clear()
-
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """A context manager, inside of which the weights are ordinary CPU tensors.
@@ -132,12 +124,20 @@ class OffloadHandle:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.disable()
+        self._disable()
 
     __repr__, __rich__, _repr_html_ = shown_by(_look)
 
+    def _disable(self) -> None:
+        self._enabled = False
+        target = self._target()
+        if target is not None and handles.get(target) is self:
+            del handles[target]
+        self._leave(self._parts, {})
+        self._parts.clear()
+
     def _again(self) -> None:
-        """Offload what was offloaded until `disable`, as it was."""
+        """Offload what was offloaded until `_disable`, as it was."""
         self._enabled = True
         self._resume()
 
@@ -257,12 +257,50 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
     if before.store is store and before._settings == settings and before.enabled:
         before._resume()  # components may be others now
         return before
-    before.disable()
+    before._disable()
     try:
         return OffloadHandle(target, store, settings)
     except BaseException:
         before._again()
         raise
+
+
+def disable_offload(target: Target) -> Target:
+    """Undo the offloading of a pipeline or a model: its weights are CPU tensors again, bit-equal.
+
+        disable_offload(pipe)
+
+    Components that another offloaded pipeline has, too, stay offloaded for that one, and so do
+    parts of a model that were dispatched by themselves.
+
+    Args:
+        target: what was given to `enable_group_offload` or `dispatch_model`, or the handle. A
+            handle whose offloading was undone before is left as it is.
+
+    Returns:
+        The same target.
+
+    Raises:
+        ValueError: it is not offloaded, or only as a part of something else.
+    """
+    handle = target if isinstance(target, OffloadHandle) else handles.get(target)
+    if handle is not None:
+        handle._disable()
+        return target
+    owner = owner_of(target) if isinstance(target, nn.Module) else None
+    component = None if owner is None else components.get(owner.root)
+    used = component is not None and component.first_user is not None
+    if owner is None or owner.root is not target or used:
+        raise ValueError(
+            f"{type(target).__name__} is not offloaded by itself: pass the pipeline or the module "
+            "that was given to enable_group_offload or dispatch_model"
+        )
+    if component is not None:
+        component.end()
+    else:
+        owner.disable()
+        engine_of(owner.store).groups.discard_soon(())
+    return target
 
 
 def _names(given: str | Iterable[str] | None) -> tuple[str, ...] | None:

@@ -442,7 +442,7 @@ def _tell_what_is_compiled_in_parts(root: nn.Module, units: list[Unit]) -> None:
 
 def _refuse_other_ways_to_run(root: nn.Module, device: torch.device) -> None:
     name = type(root).__name__
-    ordinary = "make it an ordinary model first (tierstore.undispatch(model), handle.disable())"
+    ordinary = "make it an ordinary model first (tierstore.disable_offload(model))"
     if in_trace():
         raise RuntimeError(
             f"{name} cannot be traced: a trace would not bring its weights, which are in a "

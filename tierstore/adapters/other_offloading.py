@@ -22,8 +22,8 @@ def check_not_offloaded(name: str, module: nn.Module) -> None:
     owner = owner_of(module)
     if owner is not None and owner.root is module:
         raise ValueError(
-            f"{name} is offloaded already, to a store: undo that first with handle.disable() or "
-            "tierstore.undispatch(model)"
+            f"{name} is offloaded already, to a store: undo that first with "
+            "tierstore.disable_offload(model)"
         )
     for part in modules_of(module):
         if is_claimed(part):

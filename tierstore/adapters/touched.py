@@ -70,7 +70,7 @@ _NEXT = {
     True: "Earlier calls of this method did not do so. From the next call on, such weights are "
     "brought to the device, too: call it again",
     False: "That is noticed where an operation of torch is given the weight, but not in functions "
-    "that are compiled: run them in tierstore.onloaded(module), with the module that has it",
+    "that are compiled: run them in tierstore.edit_weights(module), with the module that has it",
 }
 
 

@@ -359,5 +359,5 @@ def refuse_backward(*gradients: Any) -> None:
         "this backward needs weights that have left the device since the forward: they are in a "
         "tierstore. Run the forward under torch.no_grad() if no gradient is wanted. To train a few "
         "weights, freeze the others before (model.requires_grad_(False)); to train all, make it an "
-        "ordinary model first (tierstore.undispatch(model), or handle.disable())"
+        "ordinary model first (tierstore.disable_offload(model))"
     )

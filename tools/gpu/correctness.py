@@ -26,9 +26,9 @@ from tierstore import (
     OffloadModel,
     OffloadOptimizer,
     TierStore,
+    disable_offload,
     dispatch_model,
     offload_activations,
-    undispatch,
 )
 from tierstore.tiers.device_tier import DeviceTier
 from tools.gpu.bench import Bench
@@ -196,7 +196,7 @@ class Correctness:
                     net(x)
             self.accelerator.synchronize()
             peak = self.accelerator.peak_reserved() - base
-            undispatch(net)
+            disable_offload(net)
         allowed = budget + one  # a cast takes half of what it casts; there may be two of them
         return {"peak_reserved_mb": peak / 1e6, "to_allowed": peak / allowed}
 
@@ -302,7 +302,7 @@ class Correctness:
                     finished, same = 1, int(torch.equal(found, expected))
                 except torch.OutOfMemoryError:
                     pass
-            undispatch(net)
+            disable_offload(net)
         return {"finished": finished, "wrong": 1 - same if finished else 0}
 
     def closing(self) -> Figures:

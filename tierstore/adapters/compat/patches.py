@@ -59,6 +59,6 @@ def _check_not_in_store(module: nn.Module, before: Callable[[nn.Module], None] |
     whole = name if parts[0] is module else f"{part} in {name}"
     raise ValueError(
         f"{whole} is on a tierstore, which brings its weights to where it runs: leave other "
-        "offloading out, or undo this one first (handle.disable(), tierstore.undispatch(model), or "
+        "offloading out, or undo this one first (tierstore.disable_offload(model), or "
         "disable() of an OffloadModel)"
     )

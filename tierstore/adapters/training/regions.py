@@ -1,8 +1,9 @@
 """Parts of a model that are computed again in the backward pass.
 
-Of a *region* only what it was given is kept, in the store: see `tierstore.checkpoint`, which is
-`torch.utils.checkpoint` in its non-reentrant form. That keeps autograd's own graph, and so the
-order in which gradients are added up; what is computed again goes as soon as the graph has used it.
+Of a *region* only what it was given is kept, in the store: see `tierstore.checkpoint_activations`,
+which is `torch.utils.checkpoint` in its non-reentrant form. That keeps autograd's own graph, and so
+the order in which gradients are added up; what is computed again goes as soon as the graph has used
+it.
 The first run is an ordinary call. Later runs work on copies of the buffers as they were before it,
 and of what the region changes in place: what they compute is the same, and they change nothing.
 """

@@ -22,10 +22,10 @@ _numbers = itertools.count()
 
 
 @contextmanager
-def onloaded(module: nn.Module) -> Iterator[nn.Module]:
+def edit_weights(module: nn.Module) -> Iterator[nn.Module]:
     """Have the weights of `module` on the device for a while, to change them in any way.
 
-        with onloaded(model.layers[5].up_proj) as layer:
+        with edit_weights(model.layers[5].up_proj) as layer:
             layer.weight.data += up @ down  # merges a LoRA
 
     They are copies within the budget of the store; what they are at the end reaches the tier that
@@ -40,7 +40,7 @@ def onloaded(module: nn.Module) -> Iterator[nn.Module]:
         The module.
 
     Raises:
-        LeaseError: the module is running at this moment, or is onloaded on another thread.
+        LeaseError: the module is running at this moment, or is edited on another thread.
         BudgetError: it does not fit.
     """
     owners = {owner for part in modules_of(module) if (owner := owner_of(part)) is not None}
@@ -48,21 +48,21 @@ def onloaded(module: nn.Module) -> Iterator[nn.Module]:
         for owner in owners:
             bindings = [b for b in owner.weights.bindings_of(module) if not _is_here(b)]
             if bindings:
-                stack.enter_context(_onloaded(owner.weights, bindings))
+                stack.enter_context(_edited(owner.weights, bindings))
         yield module
 
 
 @dataclass(eq=False)
-class _Onloading:
-    """The use of weights that lasts as long as the outermost `onloaded` of a thread."""
+class _Edit:
+    """The use of weights that lasts as long as the outermost `edit_weights` of a thread."""
 
     thread: int = field(default_factory=threading.get_ident)
 
 
 @contextmanager
-def _onloaded(groups: WeightGroups, bindings: list[Binding]) -> Iterator[None]:
-    store, lock, use = groups.store, groups.lock, _Onloading()
-    key = f"{groups.prefix}/onloaded-{next(_numbers)}"
+def _edited(groups: WeightGroups, bindings: list[Binding]) -> Iterator[None]:
+    store, lock, use = groups.store, groups.lock, _Edit()
+    key = f"{groups.prefix}/edited-{next(_numbers)}"
     with lock:
         _refuse_if_busy(bindings)
         values = {b.name: b.tensor.detach() for b in bindings}
@@ -96,15 +96,15 @@ def _onloaded(groups: WeightGroups, bindings: list[Binding]) -> Iterator[None]:
 def _refuse_if_busy(bindings: list[Binding]) -> None:
     if any(binding.user is not None for binding in bindings):
         raise LeaseError(
-            "these weights are in use: the module runs, or another thread has onloaded it; edit "
+            "these weights are in use: the module runs, or another thread edits them; edit "
             "them before or after that"
         )
 
 
 def _is_here(binding: Binding) -> bool:
-    """Whether this thread has onloaded a tensor already."""
+    """Whether this thread edits a tensor already."""
     user = binding.user
-    return isinstance(user, _Onloading) and user.thread == threading.get_ident()
+    return isinstance(user, _Edit) and user.thread == threading.get_ident()
 
 
 def _as_at_home(binding: Binding) -> bool:

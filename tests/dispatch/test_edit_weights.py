@@ -1,4 +1,4 @@
-"""`with onloaded(layer)`: weights are on the device, and whatever is done to them reaches disk."""
+"""`with edit_weights(layer)`: edits on the device reach the tier that the weights came from."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tierstore import (
     BudgetError,
     LeaseError,
     TierStore,
+    disable_offload,
     dispatch_model,
+    edit_weights,
     enable_group_offload,
     load_checkpoint_and_dispatch,
-    onloaded,
-    undispatch,
 )
 
 pytestmark = pytest.mark.full(
@@ -92,7 +92,7 @@ def test_an_edit_reaches_the_tier(edit: Edit, device: str, model: Any, store: Ti
     plain.to("cpu")
     assert not torch.equal(before["output"].cpu(), after["output"].cpu())
     written = store.stats().bytes_written
-    with onloaded(model.blocks[5]) as layer:
+    with edit_weights(model.blocks[5]) as layer:
         assert layer is model.blocks[5]
         edit(layer)
     if edit is not new_parameter:  # that one is noticed by the next forward
@@ -108,7 +108,7 @@ def test_an_edit_reaches_the_tier(edit: Edit, device: str, model: Any, store: Ti
     written = store.stats().bytes_written
     assert_same(models.run("parts", model), after)
     assert store.stats().bytes_written == written
-    undispatch(model)
+    disable_offload(model)
     Weights.of(plain).assert_equal_to(model)
 
 
@@ -124,7 +124,7 @@ def test_the_edit_of_a_checkpoint_s_weight(
         models.run("llama", model)
         for each in (plain, model):
             for layer in each.model.layers:
-                with onloaded(layer.self_attn.q_proj) as projection:
+                with edit_weights(layer.self_attn.q_proj) as projection:
                     merged(projection)
         Weights.of(plain).assert_equal_to(model)
         assert store.stats().bytes_written >= 8 * 4 * models.WIDTH**2
@@ -136,7 +136,7 @@ def test_the_edit_of_a_checkpoint_s_weight(
             # Weights in files of the store may be aligned otherwise, which shows in last bits.
             close = torch.allclose(outputs[name].float(), value.cpu().float(), rtol=1e-4, atol=1e-5)
             assert close, name
-        undispatch(model)
+        disable_offload(model)
     Weights.of(plain.to("cpu")).assert_equal_to(model)
     found = models.in_files(checkpoint("llama"))
     assert all(torch.equal(found[name], value) for name, value in true.items())
@@ -146,7 +146,7 @@ def test_the_edit_of_a_checkpoint_s_weight(
 def test_inside_the_weights_are_on_the_device(device: str, model: Any, store: TierStore) -> None:
     weights = Weights.of(model)
     written = store.stats().bytes_written
-    with onloaded(model.blocks[2]) as layer:
+    with edit_weights(model.blocks[2]) as layer:
         for name, parameter in layer.named_parameters():
             assert parameter.device.type == device
             assert id(parameter) == weights.objects[f"blocks.2.{name}"]
@@ -154,7 +154,7 @@ def test_inside_the_weights_are_on_the_device(device: str, model: Any, store: Ti
         assert {p.device.type for p in model.blocks[3].parameters()} == {"cpu"}
     weights.assert_at_home(model)
     assert store.stats().bytes_written == written  # nothing was changed
-    with onloaded(model.embed):
+    with edit_weights(model.embed):
         assert model.head.weight.device.type == device  # tied
         model.head.weight.data.zero_()
     assert not model.embed.weight.any() and model.embed.weight.device.type == "cpu"
@@ -165,10 +165,10 @@ def test_it_takes_room_of_the_budget(disk_dir: Path) -> None:
     model = models.Tower()
     with store_for(model, disk_dir, ACCELERATOR, 0.4) as store:
         dispatch_model(model, store)
-        with onloaded(model.layers[1]):
+        with edit_weights(model.layers[1]):
             assert store.stats().used_bytes["DEVICE"] >= models.LAYER_BYTES
         for _ in range(2):
-            with pytest.raises(BudgetError), onloaded(model):
+            with pytest.raises(BudgetError), edit_weights(model):
                 pytest.fail("a model larger than the device")
         assert torch.equal(
             model(models.rows()).detach(),
@@ -183,7 +183,7 @@ def test_a_whole_model_that_fits(device: str, disk_dir: Path) -> None:
     model, plain = models.Tower(), models.Tower()
     with store_for(model, disk_dir, device, 3.0) as store:
         dispatch_model(model, store)
-        with onloaded(model):
+        with edit_weights(model):
             assert {p.device.type for p in model.parameters()} == {device}
             for each in (plain, model):
                 for layer in each.layers:
@@ -200,7 +200,7 @@ def test_the_model_may_run_inside(device: str, model: Any, store: TierStore) -> 
     before = models.run("parts", plain.to(device), device)
     merged(plain.to("cpu").blocks[5])
     after = models.run("parts", plain.to(device), device)
-    with onloaded(model.blocks[5]) as layer:
+    with edit_weights(model.blocks[5]) as layer:
         assert_same(models.run("parts", model), before)
         merged(layer)
         assert_same(models.run("parts", model), after)
@@ -214,7 +214,7 @@ def test_edits_made_before_are_there(device: str, model: Any) -> None:
     plain = models.build("parts")
     for each in (plain, model):
         each.blocks[5].weight.data += 1
-        with onloaded(each.blocks[5]) as layer:
+        with edit_weights(each.blocks[5]) as layer:
             layer.weight.data *= 2
     Weights.of(plain).assert_equal_to(model)
     assert_same(models.run("parts", model), models.run("parts", plain.to(device), device))
@@ -226,9 +226,9 @@ def test_after_an_exception_the_edit_is_kept(device: str, model: Any, store: Tie
     plain = models.build("parts")
     merged(plain.blocks[5])
     for _ in range(2):
-        with pytest.raises(ZeroDivisionError), onloaded(model.blocks[4]):
+        with pytest.raises(ZeroDivisionError), edit_weights(model.blocks[4]):
             raise ZeroDivisionError
-    with pytest.raises(ZeroDivisionError), onloaded(model.blocks[5]) as layer:
+    with pytest.raises(ZeroDivisionError), edit_weights(model.blocks[5]) as layer:
         merged(layer)
         raise ZeroDivisionError
     Weights.of(plain).assert_equal_to(model)
@@ -246,9 +246,9 @@ def test_it_nests(first: str, device: str, model: Any, store: TierStore) -> None
     around, layer = model.blocks[1:3], model.blocks[1]
     outer, inner = (layer, around) if first == "the layer" else (around, layer)
     written = store.stats().bytes_written
-    with onloaded(outer):
+    with edit_weights(outer):
         shown = layer.weight.data_ptr()
-        with onloaded(inner), onloaded(inner):
+        with edit_weights(inner), edit_weights(inner):
             assert {p.device.type for p in around.parameters()} == {device}
             assert layer.weight.data_ptr() == shown
             in_place(layer)
@@ -276,11 +276,11 @@ def test_a_layer_that_another_thread_has_onloaded(device: str, model: Any) -> No
     refused: list[BaseException] = []
 
     def edit(layer: nn.Module) -> None:
-        with pytest.raises(LeaseError, match="in use") as raised, onloaded(layer):
+        with pytest.raises(LeaseError, match="in use") as raised, edit_weights(layer):
             pytest.fail("its weights are in use")
         refused.append(raised.value)
 
-    with onloaded(model.blocks[1]):
+    with edit_weights(model.blocks[1]):
         for layer in (model.blocks[1], model.blocks):
             thread = threading.Thread(target=edit, args=(layer,))
             thread.start()
@@ -310,14 +310,14 @@ def test_a_layer_that_is_running(device: str, store: TierStore) -> None:
     thread.start()
     try:
         assert inside.wait(60)
-        with pytest.raises(LeaseError, match="in use"), onloaded(model.blocks[3]):
+        with pytest.raises(LeaseError, match="in use"), edit_weights(model.blocks[3]):
             pytest.fail("its weights are in use")
     finally:
         go_on.set()
         thread.join()
     assert_same(outputs[0], models.run("parts", models.build("parts").to(device), device))
     weights.assert_at_home(model)
-    with onloaded(model.blocks[3]) as layer:
+    with edit_weights(model.blocks[3]) as layer:
         layer.weight.data.zero_()
     assert not model.blocks[3].weight.any()
 
@@ -326,15 +326,15 @@ def test_a_layer_that_is_running(device: str, store: TierStore) -> None:
 def test_layers_that_are_not_dispatched(device: str, model: Any, store: TierStore) -> None:
     plain = models.build("parts")
     asked = store.stats()
-    with onloaded(plain.blocks[0]) as layer:
+    with edit_weights(plain.blocks[0]) as layer:
         assert layer is plain.blocks[0]
         assert layer.weight.device.type == "cpu"
         layer.weight.data.zero_()
     assert not plain.blocks[0].weight.any()
-    with onloaded(nn.ReLU()):
+    with edit_weights(nn.ReLU()):
         pass
-    undispatch(model)
-    with onloaded(model):
+    disable_offload(model)
+    with edit_weights(model):
         assert {p.device.type for p in model.parameters()} == {"cpu"}
     assert store.stats().bytes_onloaded == asked.bytes_onloaded
 
@@ -350,7 +350,7 @@ def test_a_child_and_its_parent_on_different_stores(
     ):
         dispatch_model(model.layers[2], other)
         dispatch_model(model, store)
-        with onloaded(model):
+        with edit_weights(model):
             places = [layer.weight.device.type for layer in model.layers]
             assert places == [device] * 2 + ["cpu"] + [device] * 5
             for each in (plain, model):
@@ -365,7 +365,7 @@ def test_a_model_that_was_offloaded_in_groups(device: str, disk_dir: Path) -> No
     """It serves diffusers' pipelines as well."""
     model, plain = models.Tower(), models.Tower()
     with store_for(model, disk_dir, device, 0.6) as store, enable_group_offload(model, store):
-        with onloaded(model.layers[2]) as layer:
+        with edit_weights(model.layers[2]) as layer:
             assert layer.weight.device.type == device
             merged(layer)
         merged(plain.layers[2])
