@@ -13,6 +13,7 @@ mkdocs looks at the Markdown files. This looks at what a reader gets:
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -119,8 +120,11 @@ class Site:
 
     def not_found_by_search(self, names: list[str]) -> list[str]:
         """Those public names for which the search has no entry at their anchor in the reference."""
-        found = {location.partition("#")[2] for location in self.search if "reference/" in location}
-        return [name for name in names if f"tierstore.{name}" not in found]
+        anchors = {
+            location.partition("#")[2] for location in self.search if "reference/" in location
+        }
+        found = {re.sub(r"^tierstore\.(errors\.|types\.)?", "", anchor) for anchor in anchors}
+        return [name for name in names if name not in found]
 
     def _leads_somewhere(self, page: str, link: str) -> bool:
         path, anchor = self._target(page, link)
@@ -143,12 +147,15 @@ def is_elsewhere(link: str) -> bool:
     return bool(urlsplit(link).scheme or urlsplit(link).netloc)
 
 
-def public_names(package: Path = ROOT / "tierstore" / "__init__.py") -> list[str]:
-    """`__all__`, read without importing the package: torch need not be here."""
-    names = assigned(package.read_text(encoding="utf-8"), "__all__")
-    if not isinstance(names, list):
-        raise ValueError(f"{package} has no list __all__")
-    return [str(name) for name in names]
+def public_names(package: Path = ROOT / "tierstore") -> list[str]:
+    """Read the names of the public modules without importing them: torch need not be here."""
+    found: list[str] = []
+    for module in ("__init__.py", "errors.py", "types.py"):
+        names = assigned((package / module).read_text(encoding="utf-8"), "__all__")
+        if not isinstance(names, list):
+            raise ValueError(f"{package / module} has no list __all__")
+        found += [str(name) for name in names if name not in found]
+    return found
 
 
 def faults(root: Path, names: list[str]) -> list[str]:

@@ -1,9 +1,9 @@
 """How long each test takes, so that the default lane stays quick.
 
-`python tools/durations.py [--full]` runs a lane in two processes, one for each core, and
-writes what it measured into `tests/durations.json`: for each test function its slowest case, in
-seconds, with what it needed to be set up. Run it on a machine that does nothing else. What took
-more than `MOST` seconds is measured again, alone, and counts with what it took then.
+`python tools/durations.py [--full]` runs a lane in two processes, one for each core, and writes
+`tests/durations.json`: for each test function that took a second or more, the seconds of its
+slowest case, with its setup. Run it on a machine that does nothing else. A test that took more
+than `MOST` seconds is measured again, alone, and counts with what it took then.
 
 As a pytest plugin, which `tools/check.py` loads, it names after a run of the default lane each test
 that was never measured and took more than `MOST` seconds. Only measured times are judged, by
@@ -33,6 +33,8 @@ JUDGED = "tests/architecture/test_lanes.py::test_no_test_of_the_default_lane_is_
 """The test that looks at the file. It is not run while the file is made anew."""
 MOST = 5.0
 """Seconds that a test of the default lane may take."""
+KEPT = 1.0
+"""Seconds from which on the file has a test."""
 
 Seconds = dict[str, float]
 
@@ -115,7 +117,7 @@ def alone(found: Seconds, options: list[str]) -> Seconds:
 
 def write(lane: str, seconds: float, recorder: Recorder, functions: Seconds) -> None:
     lanes: dict[str, Any] = json.loads(FILE.read_text()) if FILE.exists() else {}
-    tests = {name: round(took, 2) for name, took in sorted(functions.items())}
+    tests = {name: round(took, 1) for name, took in sorted(functions.items()) if took >= KEPT}
     lanes[lane] = {
         "measured": f"{date.today()}, {os.cpu_count()} cores, {platform.machine()}",
         "seconds": round(seconds),

@@ -146,89 +146,70 @@ def lines_of(site: Site) -> tuple[int, int]:
 
 
 def others(site: Site) -> Iterator[ast.AST]:
-    """What stands there instead."""
-    node = site.node
+    """Yield the nodes that may stand there instead."""
+    yield from _operations(site.node)
+    yield from _values(site)
+    yield from _statements(site.node)
+
+
+def _operations(node: ast.AST) -> Iterator[ast.AST]:
     match node:
         case ast.Compare():
-            yield from _comparisons(node)
-        case ast.BinOp() | ast.AugAssign():
-            yield from _operations(node)
-        case ast.Constant():
-            yield from _constants(node, site)
-        case _:
-            yield from _replaced(node)
-    if _may_be_left_out(node):
-        yield ast.Pass()
-    yield from _negations(node)
-
-
-def _replaced(node: ast.AST) -> Iterator[ast.AST]:
-    match node:
+            for place, operator in enumerate(node.ops):
+                for other in COMPARISONS[type(operator)]:
+                    ops = [*node.ops[:place], other(), *node.ops[place + 1 :]]
+                    yield _changed(node, ops=ops)
+        case ast.BinOp(left=ast.JoinedStr()):
+            pass
+        case ast.BinOp() | ast.AugAssign() if type(node.op) in OPERATORS:
+            yield _changed(node, op=OPERATORS[type(node.op)]())
         case ast.BoolOp():
-            other = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-            yield ast.BoolOp(other, node.values)
+            yield _changed(node, op=ast.Or() if isinstance(node.op, ast.And) else ast.And())
         case ast.UnaryOp():
             yield node.operand
-        case ast.Name(id=name) if name in NAMES:
-            yield ast.Name(NAMES[name], node.ctx)
+
+
+def _values(site: Site) -> Iterator[ast.AST]:
+    match site.node:
+        case ast.Constant(value=bool() as value):
+            yield ast.Constant(not value)
+        case ast.Constant(value=int() | float() as value):
+            yield ast.Constant(value + 1)
+        case ast.Constant(value=bytes() as value):
+            yield ast.Constant(b"XX" + value)
+        case ast.Constant(value=str() as value) if not _is_for_readers(value, site):
+            yield ast.Constant(f"XX{value}")
+        case ast.Name(id=name, ctx=context) if name in NAMES:
+            yield ast.Name(NAMES[name], context)
+
+
+def _statements(node: ast.AST) -> Iterator[ast.AST]:
+    match node:
         case ast.Return(value=ast.expr() as value) if not isinstance(value, ast.Constant):
             yield ast.Return(ast.Constant(None))
         case ast.Break():
             yield ast.Continue()
         case ast.Continue():
             yield ast.Break()
-
-
-def _comparisons(node: ast.Compare) -> Iterator[ast.AST]:
-    for place, operator in enumerate(node.ops):
-        for other in COMPARISONS[type(operator)]:
-            changed = copy.copy(node)
-            changed.ops = [*node.ops[:place], other(), *node.ops[place + 1 :]]
-            yield changed
-
-
-def _operations(node: ast.BinOp | ast.AugAssign) -> Iterator[ast.AST]:
-    other = OPERATORS.get(type(node.op))
-    is_text = isinstance(node, ast.BinOp) and isinstance(node.left, ast.JoinedStr)
-    if other is not None and not is_text:
-        changed = copy.copy(node)
-        changed.op = other()
-        yield changed
-
-
-def _constants(node: ast.Constant, site: Site) -> Iterator[ast.AST]:
-    value = node.value
-    if isinstance(value, bool):
-        yield ast.Constant(not value)
-    elif isinstance(value, int | float):
-        yield ast.Constant(value + 1)
-    elif isinstance(value, str) and not _is_for_readers(site):
-        yield ast.Constant(f"XX{value}")
-    elif isinstance(value, bytes):
-        yield ast.Constant(b"XX" + value)
-
-
-def _is_for_readers(site: Site) -> bool:
-    """Texts of errors, told in the head of a `with` or raised, and those of enumerations."""
-    names = isinstance(site.statement, ast.Assign) and " " in str(site.node.value)
-    told = isinstance(site.statement, ast.With | ast.Raise | ast.Assert)
-    return told or (names and not site.function)
-
-
-def _may_be_left_out(node: ast.AST) -> bool:
-    match node:
         case ast.Expr(value=ast.Call()) | ast.AugAssign() | ast.Raise() | ast.Delete():
-            return True
-        case ast.Assign(targets=[target]):
-            return isinstance(target, ast.Attribute | ast.Subscript)
-    return False
+            yield ast.Pass()
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]):
+            yield ast.Pass()
+        case ast.If() | ast.While() | ast.IfExp() | ast.Assert() if not isinstance(
+            node.test, ast.Compare | ast.BoolOp | ast.UnaryOp
+        ):  # the other branch, as the condition has no operator that could be changed instead
+            yield _changed(node, test=ast.UnaryOp(ast.Not(), node.test))
 
 
-def _negations(node: ast.AST) -> Iterator[ast.AST]:
-    """The other branch, where the condition has no operator that could be changed instead."""
-    if isinstance(node, ast.If | ast.While | ast.IfExp | ast.Assert) and not isinstance(
-        node.test, ast.Compare | ast.BoolOp | ast.UnaryOp
-    ):
-        changed = copy.copy(node)
-        changed.test = ast.UnaryOp(ast.Not(), node.test)
-        yield changed
+def _changed(node: ast.AST, **fields: object) -> ast.AST:
+    changed = copy.copy(node)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def _is_for_readers(text: str, site: Site) -> bool:
+    """Whether a text is that of an error (raised, or in the head of a `with`) or enumeration."""
+    if isinstance(site.statement, ast.With | ast.Raise | ast.Assert):
+        return True
+    return isinstance(site.statement, ast.Assign) and " " in text and not site.function

@@ -68,7 +68,7 @@ IMPORTED = """
 import pathlib, sys, tierstore
 assert pathlib.Path(tierstore.__file__).is_relative_to(sys.prefix), tierstore.__file__
 assert (pathlib.Path(tierstore.__file__).parent / "py.typed").is_file(), "no py.typed"
-assert dir(tierstore) == sorted(tierstore.__all__), dir(tierstore)
+assert dir(tierstore) == sorted([*tierstore.__all__, "errors", "types"]), dir(tierstore)
 assert "torch" not in sys.modules, "to import tierstore imports torch"
 for name in dir(tierstore):
     getattr(tierstore, name)

@@ -41,7 +41,7 @@ def left_to_do(root: Path, wanted: str) -> list[str]:
         addresses = sorted(set(EXAMPLE.findall(text(path))))
         if addresses:
             found.append(f"{path} has addresses that nobody has: {', '.join(addresses)}")
-    if "Until it is on a package index" in text("README.md"):
+    if "not on a package index yet" in text("README.md"):
         found.append("README.md says what to do until it is on a package index")
     if "There is no public address yet" in text("docs/security.md"):
         found.append("docs/security.md says that there is no way to report a vulnerability")

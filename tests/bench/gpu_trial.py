@@ -1,16 +1,15 @@
-"""Parts for a schedule of tools.gpu, without torch, and the program of their processes."""
+"""Parts for a schedule of tools.gpu, without torch."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
-from tools.gpu.lines import Figures, Goal, Group, Line, Postponed, Report, measure
-from tools.gpu.schedule import Job, die_with
+from tools.gpu.lines import Figures, Goal, Group, Line, Postponed, Report
+from tools.gpu.schedule import Job
 
 STEPS = {"one": 1, "beside": 1, "two": 2, "three": 3}
 """The parts."""
@@ -21,12 +20,12 @@ HANGS, DIES, POISONS = "HANGS", "DIES", "POISONS"
 
 
 def names() -> list[str]:
-    """All lines, in the order in which they are measured but for those side by side."""
+    """Return all lines, in the order in which they are measured but for those side by side."""
     return [f"{part} {kind}" for part in STEPS for kind in KINDS]
 
 
-def behaviour(name: str, place: Path, known: Mapping[str, Figures]) -> Callable[[], Figures]:
-    """How a line is measured: it writes its name to `log`, and then does what it is told to."""
+def behaviour(name: str, place: Path, known: dict[str, Figures]) -> Callable[[], Figures]:
+    """Return a measurement that writes its name to `log`, and then does as the environment says."""
 
     def measured() -> Figures:
         with (place / "log").open("a") as log:
@@ -44,41 +43,25 @@ def behaviour(name: str, place: Path, known: Mapping[str, Figures]) -> Callable[
     return measured
 
 
-def groups(part: str, place: Path, known: Mapping[str, Figures]) -> list[Group]:
-    """The lines of a part."""
+def make(part: str, place: Path, seconds: float = 0.1) -> tuple[list[Group], dict[str, Figures]]:
+    """Return the lines of a part, and what they know of others."""
+    known: dict[str, Figures] = {}
     lines = [
         Line(
             f"{part} {kind}",
             "",
             behaviour(f"{part} {kind}", place, known),
             [Goal("seconds", at_most=2)],
-            seconds=1,
+            seconds=seconds,
             poisons=f"{part} {kind}" == os.environ.get(POISONS),
         )
         for kind in KINDS
     ]
-    return [Group(part, lines)]
+    return [Group(part, lines)], known
 
 
-def report(part: str, place: Path, known: Mapping[str, Figures]) -> Report:
-    return Report(place / f"{part}.json", groups(part, place, known), {"command": "trial"})
-
-
-def job(part: str, place: Path) -> Job:
-    """A job whose processes are this file."""
-    words = [sys.executable, __file__, part, str(place), str(os.getpid())]
-    return Job(part, STEPS[part], report(part, place, {}), words)
-
-
-def main(part: str, place: Path) -> None:
-    known: dict[str, Figures] = {}
-    for other in STEPS:
-        entries = report(other, place, {}).entries.values()
-        known |= {entry.name: entry.figures for entry in entries if entry.done}
-    ours = Report(place / f"{part}.json", groups(part, place, known), {})
-    measure(ours, known, time.monotonic() + 1000)
-
-
-if __name__ == "__main__":
-    die_with(int(sys.argv[3]))
-    main(sys.argv[1], Path(sys.argv[2]))
+def job(part: str, place: Path, seconds: float = 0.1) -> Job:
+    """Return the job of a part, with what its file says."""
+    groups, _ = make(part, place, seconds)
+    report = Report(place / f"{part}.json", groups, {"command": "trial"})
+    return Job(part, STEPS[part], report, make, (part, place, seconds))

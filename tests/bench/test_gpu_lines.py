@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from tools.gpu.lines import (
     HOLDS,
     MEASURED,
     MISSED,
-    NOT_REACHED,
     TIME,
     Failed,
     Goal,
@@ -29,7 +28,7 @@ from tools.gpu.lines import (
     Postponed,
     Report,
     Unavailable,
-    measure,
+    attempt,
     verdict,
 )
 from tools.gpu.parts import PARTS
@@ -135,61 +134,41 @@ def failing(error: Exception) -> Callable[[], dict[str, float]]:
 GOOD = Goal("wrong", at_most=0)
 
 
-def run(lines: Sequence[Line], out: Path, seconds: float = 60, **known: Any) -> list[Any]:
-    """Measure in one process, in which a second passes with each look at the clock."""
-    report = Report(out, [Group("g", lines)], {"command": "trial"})
-    report.start_over()
-    ticks = iter(range(1000))
-    measure(report, known, seconds, clock=lambda: float(next(ticks)))
-    return list(json.loads(out.read_text())["lines"])
-
-
-def test_report_tells_figures_and_verdicts(tmp_path: Path) -> None:
-    lines = [
-        Line("good", "is right", figures(wrong=0, seconds=2.5), [GOOD]),
-        Line("plain", "has no goal", figures(seconds=1.0)),
-        Line("not here", "cannot be", failing(Unavailable("x is not installed")), [GOOD]),
-        Line("later", "", failing(Postponed("time\nas far as it came")), [GOOD]),
-        Line("other", "of others", failing(OSError("no such thing")), peer=True),
-    ]
-    good, plain, away, later, other = run(lines, tmp_path / "out.json")
+def test_attempt_tells_figures_and_verdicts() -> None:
+    good = attempt(Line("good", "is right", figures(wrong=0, seconds=2.5), [GOOD]))
     assert (good["verdict"], good["figures"]) == (HOLDS, {"wrong": 0, "seconds": 2.5})
-    assert (good["group"], good["goals"]) == ("g", ["wrong at most 0"])
-    assert plain["verdict"] == MEASURED
-    assert away["verdict"] == "not run: x is not installed"
+    assert attempt(Line("plain", "has no goal", figures(seconds=1.0)))["verdict"] == MEASURED
+    away = attempt(Line("away", "", failing(Unavailable("x is not installed")), [GOOD]))
+    assert (away["verdict"], away["done"]) == ("not run: x is not installed", True)
+    later = attempt(Line("later", "", failing(Postponed("time\nas far as it came")), [GOOD]))
     assert (later["verdict"], later["error"]) == ("not run: time", "as far as it came")
-    assert other["verdict"] == NOT_REACHED, "the process ends after what was seen in an error"
-    assert [line["done"] for line in (good, plain, away, later)] == [True, True, True, False]
-    *_, later, other = run(lines, tmp_path / "out.json")
-    assert later["verdict"] == "not run: time"
-    lines[3] = Line("later", "", figures(wrong=1), [GOOD])
-    *_, later, other = run(lines, tmp_path / "out.json")
-    assert (later["verdict"], later["error"], later["done"]) == (MISSED, "", True)
+    assert not later["done"]
+    other = attempt(Line("other", "of others", failing(OSError("no such thing")), peer=True))
     assert other["verdict"] == "not run: OSError: no such thing"
     assert "no such thing" in other["error"]
-    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
 
 
-@pytest.mark.parametrize(
-    "failure", (failing(KeyError("wrong")), failing(Failed("KeyError", {"wrong": 3})))
-)
-def test_measure_after_an_error_leaves_the_rest(failure: Any, tmp_path: Path) -> None:
-    lines = [Line("bad", "", failure, [GOOD]), Line("rest", "", figures())]
-    bad, rest = run(lines, tmp_path / "out.json")
-    assert (bad["verdict"], bad["done"], rest["verdict"]) == (MISSED, True, NOT_REACHED)
+@pytest.mark.parametrize("failure", (KeyError("wrong"), Failed("KeyError", {"wrong": 3})))
+def test_attempt_of_a_line_that_fails_is_missed(failure: Exception) -> None:
+    bad = attempt(Line("bad", "", failing(failure), [GOOD]))
+    assert (bad["verdict"], bad["done"]) == (MISSED, True)
     assert "KeyError" in bad["error"]
-    bad, rest = run(lines, tmp_path / "out.json")
-    assert (bad["verdict"], rest["verdict"]) == (MISSED, MEASURED)
 
 
-def test_measure_skips_what_takes_longer_than_is_left(tmp_path: Path) -> None:
-    long = Line("long", "", figures(x=1), seconds=40)
-    short = Line("short", "", figures(x=2), seconds=5)
-    skipped, done = run([long, short], tmp_path / "out.json", 20)
-    assert skipped["verdict"] == f"{TIME}: it takes about 40 s, 20 s are left"
-    assert (skipped["done"], done["verdict"]) == (False, MEASURED)
-    measured, _ = run([long, short], tmp_path / "out.json", 100)
-    assert measured["verdict"] == MEASURED
+def test_report_keeps_what_is_done(tmp_path: Path) -> None:
+    groups = [Group("g", [Line("one", "", figures(), [GOOD]), Line("two", "", figures())])]
+    report = Report(tmp_path / "out.json", groups, {"command": "trial"})
+    report.note("one", HOLDS, figures={"wrong": 0.0}, done=True)
+    report.note("two", f"{TIME}: it was cut")
+    again = Report(tmp_path / "out.json", groups, {"command": "other"})
+    assert [line.name for line in again.left] == ["two"]
+    assert (again.figures, again.missed) == ({"one": {"wrong": 0.0}}, False)
+    again.ended(groups[0].lines[1], "it hung")
+    document = json.loads((tmp_path / "out.json").read_text())
+    assert document["command"] == "trial"
+    assert [line["verdict"] for line in document["lines"]] == [HOLDS, MISSED]
+    assert again.missed
+    assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
 
 
 def test_figures_of_other_lines_are_known_or_asked_for(tmp_path: Path) -> None:

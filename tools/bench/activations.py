@@ -1,231 +1,253 @@
 """A training step whose activations are more than the budget for them
 
-    python tools/bench/activations.py [--small] [--rounds N] [--dir DIR] [--markdown FILE]
-
 The same step of a Flux transformer in float32, forward and backward, as it is, with torch's
 `save_on_cpu`, and with `tierstore.offload_activations` at three RAM budgets. Each contender is a
 process of its own that lives until the end, so that peaks are its own, and does one step when it is
 its turn. Weights and gradients are there before anything is measured.
 
-On a CPU `save_on_cpu(pin_memory=False)` keeps what it is given, and copies nothing;
-`pin_memory=True` copies every saved tensor, weights too, into memory that is not pinned. On the
-pretend accelerator of the tests, bytes and peaks are what they would be on a real one; it has no
-speed.
+On a CPU `save_on_cpu(pin_memory=False)` keeps each tensor, and copies nothing; `pin_memory=True`
+copies every saved tensor, weights too, into memory that is not pinned. On the pretend accelerator
+of the tests, bytes and peaks are what they would be on a real one; it has no speed.
+
+torchtune's `OffloadActivations` is missing: it asks for CUDA streams when it is made, with
+`use_streams=False` too, and raises where there is no CUDA (torchtune 0.6.1). It copies every saved
+tensor that is no `nn.Parameter`, and has neither a budget nor a disk.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import torch
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+import tierstore
 from tierstore.model.sizes import PAGE, round_up
-from tools.bench import machine, training
-from tools.bench.report import Claim, Page
-from tools.bench.training import COPIED, FULL, KEPT, MARK, OURS, PLAIN, SMALL, Turn
+from tools.bench import flux
+from tools.bench.anonymous import AnonymousPeak, anonymous_memory
+from tools.bench.apart import Apart
+from tools.bench.page import Claim
+from tools.bench.runner import Bench, Run, column, interleave, median, ranged, ratios, spread
 
-ALL_FITS = next(iter(OURS))
-
-TORCHTUNE = (
-    "torchtune's `OffloadActivations` is not here: when it is made it asks for CUDA streams, with "
-    "`use_streams=False` too, and raises where there is no CUDA (torchtune 0.6.1). It copies every "
-    "saved tensor that is no `nn.Parameter`, and has neither a budget nor a disk."
-)
+PACKAGES, ROUNDS = ("torch", "diffusers"), 7
+PLAIN, KEPT, COPIED = "no hooks", "save_on_cpu", "save_on_cpu, pin_memory"
+OURS = {f"tierstore, {share:g} x": share for share in (2.0, 0.5, 0.1)}
 
 
-class Worker:
-    """The process of a contender."""
+@dataclass(frozen=True)
+class Case:
+    shape: flux.Shape
+    image_tokens: int
+    text_tokens: int
+    min_size: int
 
-    def __init__(self, name: str, small: bool, device: str, budgets: list[int], place: Path):
-        told = {"name": name, "small": small, "device": device, "budgets": budgets}
-        words = [sys.executable, training.__file__, json.dumps({**told, "place": str(place)})]
-        self._process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
 
-    def answer(self) -> dict[str, Any]:
-        """What it says next."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith(MARK):
-                found: dict[str, Any] = json.loads(line.removeprefix(MARK))
-                return found
-        raise RuntimeError("a contender has ended")
-
-    def turn(self) -> Turn:
-        """One step."""
-        assert self._process.stdin is not None
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        return Turn(**self.answer())
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+FULL = Case(flux.Shape(heads=4, double=2, single=8, dtype="float32"), 512, 128, 1_000_000)
+SMALL = Case(flux.Shape(heads=4, double=2, single=4, dtype="float32", head_dim=16), 256, 32, 16_384)
 
 
 @dataclass
-class Found:
-    """The steps of all contenders on one device, and what a step saves (bytes)."""
+class Saved:
+    """What autograd saves in a step: `tensors` are bytes of all of them, `pieces` the bytes of the
+    storages behind them, by address, without those of weights."""
 
-    tensors: int
-    pieces: list[int]
-    budgets: dict[str, int]
-    turns: dict[str, list[Turn]]
+    weights: set[int]
+    tensors: int = 0
+    pieces: dict[int, int] = field(default_factory=dict)
 
-    @property
-    def saved(self) -> int:
-        return sum(self.pieces)
-
-    def equal(self, name: str) -> bool:
-        """Whether the gradients of all steps are those of a step without hooks, to the last bit."""
-        plain = self.turns[PLAIN][0].gradients
-        return all(turn.gradients == plain for turn in self.turns[name])
-
-    def most(self, name: str, what: str) -> int:
-        return max(getattr(turn, what) for turn in self.turns[name])
-
-    def ratio(self, name: str) -> list[float]:
-        """Seconds of a step to those of the copying `save_on_cpu`, round by round."""
-        ours, theirs = ([t.seconds for t in self.turns[n]] for n in (name, COPIED))
-        return machine.ratios(ours, theirs)
+    def add(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor. The graph keeps the result, so that no address comes twice."""
+        storage = tensor.untyped_storage()
+        self.tensors += tensor.nbytes
+        if storage.data_ptr() not in self.weights:
+            self.pieces[storage.data_ptr()] = storage.nbytes()
+        return tensor.detach()
 
 
-def measure(device: str, small: bool, rounds: int, place: Path) -> Found:
-    """Have all contenders take turns."""
+def contender(
+    name: str, case: Case, device: str, budgets: list[int], place: Path
+) -> Generator[Any, None, None]:
+    """Yield the bytes that a step saves (if there are no hooks), and then the figures of one step
+    after the other."""
+    if device != "cpu":
+        from tests.device import pretend
+
+        pretend.load()  # before the first backward pass
     with ExitStack() as stack:
+        one = Contender(name, case, device, budgets, place, stack)
+        yield one.saved() if name == PLAIN else None
+        one.step()  # warms up
+        while True:
+            yield one.step()
 
-        def start(name: str, budgets: list[int]) -> Worker:
-            directory = place / f"{device}-{len(workers)}"
-            worker = Worker(name, small, device, budgets, directory)
-            stack.callback(worker.close)
-            return worker
 
-        workers: dict[str, Worker] = {}
-        workers[PLAIN] = start(PLAIN, [])
-        told = workers[PLAIN].answer()
-        saved, largest = sum(told["pieces"]), round_up(max(told["pieces"]), PAGE)
-        budgets = {name: max(int(saved * share), largest) for name, share in OURS.items()}
-        for name in (KEPT, COPIED):
-            workers[name] = start(name, [])
-        for name, budget in budgets.items():
-            workers[name] = start(name, [budget, 4 * largest])
-        for worker in workers.values():
-            assert worker.answer()["ready"]
-        runs = {name: worker.turn for name, worker in workers.items()}
-        turns = machine.interleave(runs, rounds, doing=f"Training on {device}")
-    return Found(told["tensors"], told["pieces"], budgets, turns)
+class Contender:
+    """A model, a batch for it, and what is around its forward passes."""
+
+    def __init__(
+        self, name: str, case: Case, device: str, budgets: list[int], place: Path, stack: ExitStack
+    ) -> None:
+        self._device, self._copied = device, 0
+        torch.manual_seed(0)
+        self._model = case.shape.build().train().to(device)
+        self._tokens = case.image_tokens, case.text_tokens
+        self._loss(4, 4).backward()  # there are gradients from now on
+        self._start = anonymous_memory(), self._on_device("memory_allocated")
+        self._store: tierstore.TierStore | None = None
+        self._around: Callable[[], AbstractContextManager[Any]] = nullcontext
+        if name in OURS:
+            options = {} if device == "cpu" else {"device_budget": budgets[1]}
+            store = tierstore.TierStore(budgets[0], place, device=device, **options)
+            self._store = stack.enter_context(store)
+            offload = tierstore.offload_activations(
+                store, min_size=case.min_size, model=self._model
+            )
+            self._around = lambda: offload
+        elif name != PLAIN:
+            self._around = functools.partial(self._save_on_cpu, pin_memory=name == COPIED)
+
+    def _loss(self, image: int, text: int) -> torch.Tensor:
+        result: torch.Tensor = self._model(**flux.inputs(self._device, image, text))[0]
+        return result.float().square().mean()
+
+    def _save_on_cpu(self, pin_memory: bool) -> AbstractContextManager[Any]:
+        hooks = save_on_cpu(pin_memory, "cuda" if self._device == "cpu" else self._device)
+        pack = hooks.pack_hook
+
+        def counted(tensor: torch.Tensor) -> Any:
+            packed = pack(tensor)
+            if packed[1].data_ptr() != tensor.data_ptr():
+                self._copied += packed[1].nbytes
+            return packed
+
+        hooks.pack_hook = counted
+        return hooks
+
+    def _on_device(self, figure: str) -> int:
+        return 0 if self._device == "cpu" else int(getattr(torch.accelerator, figure)())
+
+    def _moved(self) -> list[int]:
+        if self._store is None:
+            return [self._copied, 0, 0]
+        stats, on_cpu = self._store.stats(), self._device == "cpu"
+        shipped = stats.activations.shipped_bytes if on_cpu else stats.bytes_offloaded
+        return [shipped, stats.bytes_written, stats.bytes_read]
+
+    def saved(self) -> tuple[int, list[int]]:
+        """Return the bytes that a step saves, in all and of each storage."""
+        held = (*self._model.parameters(), *self._model.buffers())
+        saved = Saved({tensor.untyped_storage().data_ptr() for tensor in held})
+        with saved_tensors_hooks(saved.add, lambda tensor: tensor):
+            self._loss(*self._tokens)
+        return saved.tensors, list(saved.pieces.values())
+
+    def step(self) -> Run:
+        """Take one step. Peaks are bytes over what there was before the first."""
+        self._model.zero_grad(set_to_none=False)
+        before = self._moved()
+        if self._device != "cpu":
+            torch.accelerator.reset_peak_memory_stats()
+        with AnonymousPeak() as peak:
+            began = time.perf_counter()
+            with self._around():
+                loss = self._loss(*self._tokens)
+            loss.backward()
+            if self._device != "cpu":
+                torch.accelerator.synchronize()
+            seconds = time.perf_counter() - began
+        digest = hashlib.blake2b()
+        for parameter in self._model.parameters():
+            if parameter.grad is not None:
+                digest.update(parameter.grad.cpu().numpy())
+        moved = [after - b for after, b in zip(self._moved(), before, strict=True)]
+        run: Run = dict(zip(("copied", "written", "read"), moved, strict=True))
+        run |= {"seconds": seconds, "gradients": digest.hexdigest()}
+        run["host"] = peak.bytes - self._start[0]
+        run["device"] = self._on_device("max_memory_allocated") - self._start[1]
+        return run | {"store": self._store.stats().peak_bytes["HOST"] if self._store else 0}
 
 
 def megabytes(nbytes: float) -> str:
     return f"{nbytes / 1e6:,.0f}" if nbytes >= 1e7 else f"{nbytes / 1e6:,.1f}"
 
 
-def rows(found: Found) -> Iterator[list[str]]:
-    for name, turns in found.turns.items():
-        moved = (
-            machine.median([getattr(t, n) for t in turns]) for n in ("copied", "written", "read")
-        )
-        yield [
-            name,
-            megabytes(found.budgets[name]) if name in found.budgets else "none",
-            *map(megabytes, moved),
-            megabytes(found.most(name, "host")),
-            machine.spread([turn.seconds for turn in turns]),
-            machine.spread(found.ratio(name)),
-            "equal" if found.equal(name) else "DIFFER",
-        ]
+def on(device: str, case: Case, rounds: int, bench: Bench) -> Iterator[Claim]:
+    """Measure all contenders on a device."""
+    page = bench.page
+    with ExitStack() as stack:
+        workers: dict[str, Apart] = {}
 
+        def start(name: str, *budgets: int) -> Any:
+            place = bench.scratch / f"{device}-{len(workers)}"
+            worker = Apart(contender, name, case, device, list(budgets), place)
+            workers[name] = stack.enter_context(worker)
+            return worker.answer()
 
-def rows_of_device(found: Found) -> Iterator[list[str]]:
-    for name in found.turns:
-        yield [
-            name,
-            *(megabytes(found.most(name, n)) for n in ("copied", "written", "device")),
-            "equal" if found.equal(name) else "DIFFER",
-        ]
+        tensors, pieces = start(PLAIN)
+        saved, largest = sum(pieces), round_up(max(pieces), PAGE)
+        budgets = {name: max(int(saved * share), largest) for name, share in OURS.items()}
+        for name in (KEPT, COPIED):
+            start(name)
+        for name, budget in budgets.items():
+            start(name, budget, 4 * largest)
+        found = interleave({name: worker.ask for name, worker in workers.items()}, rounds)
+    plain = found[PLAIN][0]["gradients"]
+    copied = column(found[COPIED], "seconds")
 
+    def to_copied(runs: list[Run]) -> list[float]:
+        return ratios(column(runs, "seconds"), copied)
 
-def told_of(found: Found) -> str:
-    return (
-        f"A step saves {megabytes(found.tensors)} MB of tensors, weights included. With each piece "
-        f"of memory counted once, and without weights, that is {megabytes(found.saved)} MB in "
-        f"{len(found.pieces)} pieces. Budgets are shares of the latter. All bytes below are in MB."
+    def equal(runs: list[Run]) -> bool:
+        return all(run["gradients"] == plain for run in runs)
+
+    page.text(
+        f"A step saves {megabytes(tensors)} MB of tensors, weights included. With each piece "
+        f"of memory counted once, and without weights, that is {megabytes(saved)} MB in "
+        f"{len(pieces)} pieces. Budgets are shares of the latter. All bytes below are in MB."
     )
+    columns: dict[str, Callable[[Any], object]] = {
+        "copied": lambda one: megabytes(median(column(one[1], "copied"))),
+        "written": lambda one: megabytes(median(column(one[1], "written"))),
+    }
+    if device == "cpu":
+        budget = {"budget": lambda one: megabytes(budgets[one[0]]) if one[0] in budgets else "none"}
+        columns = budget | columns
+        columns |= {
+            "read back": lambda one: megabytes(median(column(one[1], "read"))),
+            "peak RAM": lambda one: megabytes(max(column(one[1], "host"))),
+            "seconds per step": lambda one: ranged("seconds")(one[1]),
+            f"to `{COPIED}`": lambda one: spread(to_copied(one[1])),
+        }
+    else:
+        columns["device peak"] = lambda one: megabytes(max(column(one[1], "device")))
+    columns["gradients"] = lambda one: "equal" if equal(one[1]) else "DIFFER"
+    page.compare("contender", {name: (name, runs) for name, runs in found.items()}, columns)
+    page.text("Peak RAM is anonymous memory over weights and gradients.")
+    same = all(equal(found[name]) for name in OURS)
+    yield Claim(f"{device}: tierstore's gradients are the same bit for bit", same, at_least=1)
+    within = max(max(column(found[n], "store")) / budget for n, budget in budgets.items())
+    yield Claim(f"{device}: the store stays within its budget (share of it)", within, at_most=1)
+    most = max(max(column(found[name], "copied")) for name in OURS) / saved
+    text = f"{device}: bytes copied are at most the bytes saved (share of them)"
+    yield Claim(text, most, at_most=1)
+    if device == "cpu":
+        slower = median(to_copied(found[next(iter(OURS))]))
+        yield Claim(f"where all fits, no slower than `{COPIED}` (time to time)", slower, at_most=1)
 
 
-def claims_of(found: Found) -> Iterator[Claim]:
-    within = max(found.most(n, "store") / budget for n, budget in found.budgets.items())
-    copied = max(found.most(n, "copied") for n in OURS) / found.saved
-    equal = float(all(map(found.equal, OURS)))
-    yield Claim("tierstore's gradients are the same bit for bit", equal, at_least=1)
-    yield Claim("the store stays within its budget (share of it)", within, at_most=1)
-    yield Claim("bytes copied are at most the bytes saved (share of them)", copied, at_most=1)
-
-
-def speed_claim(found: Found) -> Claim:
-    slower = machine.median(found.ratio(ALL_FITS))
-    text = f"where all fits, no slower than `{COPIED}` (time to time)"
-    return Claim(text, slower, at_most=1)
-
-
-def on_pretend(page: Page, place: Path) -> None:
-    """The part on the accelerator of the tests."""
+def measure(bench: Bench) -> Iterator[Claim]:
     from tests.device import pretend
 
+    yield from on("cpu", SMALL if bench.small else FULL, bench.rounds, bench)
     if reason := pretend.available():
-        page.text(f"Not run on the pretend accelerator: {reason}.")
+        bench.page.text(f"Not run on the pretend accelerator: {reason}.")
         return
-    found = measure("pretend", True, 1, place)
-    page.text(f"On the pretend accelerator, with a small model. {told_of(found)}")
-    columns = ("contender", "copied from it", "written", "device peak", "gradients")
-    page.table(columns, rows_of_device(found))
-    page.claims(claims_of(found))
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="a little of it: does it run?")
-    parser.add_argument("--rounds", type=int, help="how often each contender takes its turn")
-    parser.add_argument("--dir", type=Path, help="where the stores have their files")
-    parser.add_argument("--markdown", type=Path, help="write the page here too")
-    options = parser.parse_args()
-    rounds = options.rounds or (SMALL if options.small else FULL).rounds
-    with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=options.dir) as scratch:
-        place = Path(scratch)
-        page = Page(__doc__, place, ("torch", "diffusers"))
-        found = measure("cpu", options.small, rounds, place)
-        page.text(told_of(found))
-        page.table(
-            (
-                "contender",
-                "budget",
-                "copied",
-                "written",
-                "read back",
-                "peak RAM",
-                "seconds per step",
-                f"to `{COPIED}`",
-                "gradients",
-            ),
-            rows(found),
-        )
-        page.text("Peak RAM is anonymous memory over weights and gradients.")
-        page.claims([*claims_of(found), speed_claim(found)])
-        on_pretend(page, place)
-        page.text(TORCHTUNE)
-        page.write(options.markdown)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    bench.page.text("On the pretend accelerator, with a small model:")
+    yield from on("pretend", SMALL, 1, bench)

@@ -1,28 +1,24 @@
-"""The disk engine against fio and against what one would otherwise use, on the same files.
+"""The disk engine
 
-    python tools/bench/disk.py --markdown docs/benchmarks/NAME.md
-
-Needs fio, which every distribution has. Every round runs everything once, in another order, with
-the page cache dropped before each run (where this process may). A figure is the median of its
-ratios, round by round, to the fio configuration that was best over all rounds.
+The engine against fio and against what one would otherwise use, on the same files. Needs fio, which
+every distribution has. Every round runs everything once, in another order, with the page cache
+dropped before each run (where this process may). A figure is the median of its ratios, round by
+round, to the fio configuration that was best over all rounds.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tierstore.model.header import digest
 from tierstore.system.files import DISK_THREADS, READ_BLOCK
 from tierstore.tiers.arena import Slot
@@ -32,7 +28,10 @@ from tools.bench import disk_peers as peers
 from tools.bench import fio, machine
 from tools.bench.disk_engine import Engine, digest_of, one_tensor, pieces
 from tools.bench.fio import MIB, Rate
+from tools.bench.page import Claim, Page
+from tools.bench.runner import Bench, median, ratios, spread
 
+PACKAGES, ROUNDS = ("torch", "safetensors", "numpy", "aiofiles"), 7
 Run = Callable[[], Rate]
 
 OURS = "tierstore"
@@ -72,15 +71,14 @@ class Sizes:
 
     group: int
     groups: int
-    rounds: int
 
     @property
     def total(self) -> int:
         return self.group * self.groups
 
 
-FULL = Sizes(32 * MIB, 32, 7)
-SMALL = Sizes(32 * MIB, 4, 1)
+FULL = Sizes(32 * MIB, 32)
+SMALL = Sizes(32 * MIB, 4)
 
 
 def rated(nbytes: int, work: Callable[[], object]) -> Rate:
@@ -110,7 +108,6 @@ class Files:
         save_file(self.memory, self.safetensors)
         torch.save(dict(self.memory), self.torch)
         self.small = peers.small_pages(peers.THREADS * peers.BLOCK)
-        machine.drop_page_cache()
 
     @property
     def room(self) -> memoryview:
@@ -126,9 +123,8 @@ def reads(engine: Engine, files: Files) -> dict[str, Run]:
     stored = store_groups(engine, files)
 
     def ours(entries: Sequence[GroupEntry], verify: str) -> Run:
-        return lambda: rated(
-            fio.LOOPS * total, lambda: [engine.read(entries, verify) for _ in range(fio.LOOPS)]
-        )
+        read = functools.partial(engine.each, entries, engine.reading(verify))
+        return lambda: rated(fio.LOOPS * total, lambda: [read() for _ in range(fio.LOOPS)])
 
     def peer(work: Callable[..., object], *arguments: object) -> Run:
         return lambda: rated(total, lambda: work(*arguments))
@@ -159,7 +155,7 @@ def reads(engine: Engine, files: Files) -> dict[str, Run]:
 def store_groups(engine: Engine, files: Files) -> list[GroupEntry]:
     """Put as many groups into the store's directory as the checkpoint has."""
     spec, packing = one_tensor(files.sizes.group)
-    slots = [engine.fill(spec, seed=i) for i in range(files.sizes.groups)]
+    slots = [engine.filled(spec, seed=i) for i in range(files.sizes.groups)]
     engine.store_all(packing, slots)
     engine.give(slots)
     return engine.stored()
@@ -175,7 +171,7 @@ def see_that_it_is_right(
         assert entry.source is not None
         found[entry.group.key] = digest_of(slot, entry.source)
 
-    engine.read(entries, "never", arrived)
+    engine.each(entries, engine.reading("never", arrived))
     expected = {}
     for tensor_name, tensor in files.memory.items():
         data = tensor.view(torch.uint8).numpy().data
@@ -196,7 +192,7 @@ class Writing:
         self._directory = directory
         self._total = sizes.total
         self._spec, self._packing = one_tensor(sizes.group)
-        self._slots = [engine.fill(self._spec, seed=i) for i in range(sizes.groups)]
+        self._slots = [engine.filled(self._spec, seed=i) for i in range(sizes.groups)]
         self._tensors = {}
         for i, slot in enumerate(self._slots):
             assert slot.memory is not None
@@ -256,91 +252,51 @@ class Writing:
         return fio.run(self._over, configuration, self._total, *options)
 
 
-# Telling -----------------------------------------------------------------------------------------
+# The page ----------------------------------------------------------------------------------------
 
 
-def table(results: Mapping[str, Sequence[Rate]]) -> str:
-    """What was measured, beside what was predicted. fio's best configuration is the reference."""
+def show(page: Page, results: Mapping[str, Sequence[Rate]]) -> None:
+    """Compare with the predictions. fio's best configuration is the reference."""
     speeds = {name: [rate.speed for rate in rates] for name, rates in results.items()}
     configurations = [name for name in results if name.startswith("fio ")]
-    best = max(configurations, key=lambda name: machine.median(speeds[name]))
-    shown = [best, *(name for name in results if name not in configurations)]
+    best = max(configurations, key=lambda name: median(speeds[name]))
     rows = []
-    for name in shown:
+    for name in (best, *(name for name in results if name not in configurations)):
         predicted, predicted_cpu = PREDICTED.get(name, ("", ""))
         rows.append(
             (
                 f"**{name}** (the best of {len(configurations)})" if name == best else name,
-                f"{machine.median(speeds[name]) / 1e9:.2f}",
+                f"{median(speeds[name]) / 1e9:.2f}",
                 predicted,
-                machine.spread(machine.ratios(speeds[name], speeds[best])),
+                spread(ratios(speeds[name], speeds[best])),
                 predicted_cpu,
-                f"{machine.median(rate.cpu for rate in results[name]):.3f}",
+                f"{median(rate.cpu for rate in results[name]):.3f}",
             )
         )
     columns = ("", "GB/s", "predicted ratio", "ratio to fio", "predicted CPU s/GB", "CPU s/GB")
-    return machine.table(columns, rows)
+    page.table(columns, rows)
+    every = [(name, spread([speed / 1e9 for speed in speeds[name]])) for name in configurations]
+    page.text("Every configuration of fio:")
+    page.table(("configuration", "GB/s"), every)
 
 
-def all_of_fio(results: Mapping[str, Sequence[Rate]]) -> str:
-    """fio's configurations, for who doubts the choice."""
-    rows = [
-        (name, machine.spread([rate.speed / 1e9 for rate in rates]))
-        for name, rates in results.items()
-        if name.startswith("fio ")
-    ]
-    return machine.table(("configuration", "GB/s"), rows)
-
-
-def measure(directory: Path, sizes: Sizes) -> str:
-    """Everything, as Markdown."""
-    about = [
-        *machine.describe(directory, ("torch", "safetensors", "numpy", "aiofiles")),
-        f"{fio.version()}, its buffers in huge pages",
-        f"{sizes.groups} groups of {sizes.group // MIB} MiB, {sizes.rounds} rounds; the engine has "
-        f"{DISK_THREADS} threads and blocks of {READ_BLOCK // MIB} MiB",
-    ]
-    engine = Engine(directory / "store")
-    try:
-        cold = machine.drop_page_cache()
-        if not cold:
-            about.append("**the page cache could not be dropped: peers that use it look too good**")
-        drop = machine.drop_page_cache
-        read = machine.interleave(
-            reads(engine, Files(directory, sizes)), sizes.rounds, before=drop, doing="Reading"
-        )
-        writing = Writing(engine, directory, sizes)
-        wrote = machine.interleave(writing.runs(), sizes.rounds, before=drop, doing="Writing")
-    finally:
-        engine.close()
-    sections = [
-        "\n".join(f"- {line}" for line in about),
-        f"```sh\n{machine.command_line()}\n```",
-        f"## Reading, cold\n\n{table(read)}",
-        f"## Writing\n\n{table(wrote)}",
-        f"## Every configuration of fio\n\n{all_of_fio(read)}\n\n{all_of_fio(wrote)}",
-    ]
-    return "\n\n".join(sections)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the disk engine against its peers.")
-    parser.add_argument("--dir", type=Path, default=Path("."), help="where the files are made")
-    parser.add_argument("--small", action="store_true", help="a short run that proves nothing")
-    parser.add_argument("--rounds", type=int, help="how often each run is repeated")
-    parser.add_argument("--markdown", type=Path, help="put the results into this page")
-    arguments = parser.parse_args()
+def measure(bench: Bench) -> Iterator[Claim]:
     if not fio.available():
         raise SystemExit("fio is not installed: it is the reference (try: apt-get install fio)")
-    sizes = SMALL if arguments.small else FULL
-    if arguments.rounds:
-        sizes = Sizes(sizes.group, sizes.groups, arguments.rounds)
-    with tempfile.TemporaryDirectory(prefix="bench-disk-", dir=arguments.dir) as directory:
-        text = measure(Path(directory), sizes)
-    print(text)
-    if arguments.markdown:
-        machine.publish(arguments.markdown, "The disk engine", text)
-
-
-if __name__ == "__main__":
-    main()
+    sizes = SMALL if bench.small else FULL
+    bench.page.text(
+        f"{fio.version()}, its buffers in huge pages; {sizes.groups} groups of "
+        f"{sizes.group // MIB} MiB, {bench.rounds} rounds; the engine has {DISK_THREADS} threads "
+        f"and blocks of {READ_BLOCK // MIB} MiB."
+    )
+    if not bench.small and not machine.drop_page_cache():
+        bench.page.text("**The page cache could not be dropped: peers that use it look too good.**")
+    engine = Engine(bench.scratch / "store")
+    try:
+        bench.page.text("## Reading, cold")
+        show(bench.page, bench.turns(reads(engine, Files(bench.scratch, sizes)), cold=True))
+        bench.page.text("## Writing")
+        show(bench.page, bench.turns(Writing(engine, bench.scratch, sizes).runs(), cold=True))
+    finally:
+        engine.close()
+    yield from ()

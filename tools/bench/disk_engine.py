@@ -1,6 +1,6 @@
-"""The store's own disk engine, as a store drives it, for `disk.py`.
+"""The store's own disk engine, as a store drives it, for `disk.py` and `optimizer.py`.
 
-Groups go through the parts that a store is made of: `Reading`, `Spill`, `ObjectDirectory`, with
+Groups go through the parts that a store is made of: `DiskReader`, `Spill`, `ObjectDirectory`, with
 `Workers`, a `FileTable` and an arena of recycled host memory. Only the planner is left out.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,7 +42,7 @@ from tierstore.tiers.workers import EARLY, Workers
 T = TypeVar("T")
 
 AT_ONCE = 4
-"""Groups on their way at once. A store has as many where prefetch has room for them."""
+"""Groups in transit at once. A store has as many where prefetch has room for them."""
 
 
 class Engine:
@@ -54,8 +55,57 @@ class Engine:
         self._workers = Workers(DISK_THREADS, "disk")
         self._arena = host_arena(None, torch.device("cpu"))
 
+    def each(
+        self, items: Iterable[T], job: Callable[[T], Callable[[], object]], at_once: int = AT_ONCE
+    ) -> None:
+        """Run a job for each item on the workers, in order, `at_once` of them at a time.
+
+        `job` is called on this thread. Raises the first error.
+        """
+        room, errors = threading.Semaphore(at_once), list[BaseException]()
+
+        def run(work: Callable[[], object]) -> None:
+            try:
+                work()
+            except BaseException as error:  # a job must not raise
+                errors.append(error)
+            room.release()
+
+        for item in items:
+            room.acquire()
+            self._workers.submit(EARLY, functools.partial(run, job(item)))
+        for _ in range(at_once):
+            room.acquire()
+        if errors:
+            raise errors[0]
+
+    def reading(
+        self,
+        verify: str,
+        arrived: Callable[[GroupEntry, Slot], object] = lambda entry, slot: None,
+    ) -> Callable[[GroupEntry], Callable[[], None]]:
+        """Make jobs for `each`: read a group into a slot that is used again for later ones."""
+        reader = DiskReader(self._files, self._workers, verify)
+
+        def job(entry: GroupEntry) -> Callable[[], None]:
+            slot = self._arena.take(entry.spec.nbytes)
+            assert entry.source is not None
+            entry.source = replace(entry.source)  # another one, of which nothing is verified
+
+            def read() -> None:
+                try:
+                    self._arena.fill(slot)
+                    reader.read(entry, slot.bytes())
+                    arrived(entry, slot)
+                finally:
+                    self._arena.give(slot)
+
+            return read
+
+        return job
+
     def checkpoint(self, path: Path, largest: int) -> list[GroupEntry]:
-        """The tensors of a safetensors file, in pieces of so many bytes, each a group by itself."""
+        """Return the tensors of a safetensors file, in pieces of so many bytes, each a group."""
         raw = path.open("rb").read(8)
         raw = path.open("rb").read(8 + int.from_bytes(raw, "little"))[8:]
         header = parse_header(raw, path.stat().st_size, str(path))
@@ -64,45 +114,17 @@ class Engine:
             begin = header.data_start + found.begin
             for name, at, nbytes in pieces(found.name, found.end - found.begin, largest):
                 extent = Extent(str(path), begin + at, nbytes)
-                entries.append(_entry_of(FileTensor(name, "U8", (nbytes,), extent)))
+                placed = place([FileTensor(name, "U8", (nbytes,), extent)])
+                spec = group_of(name, placed.specs, placed.end)
+                source = Source(placed.segments, placed.moves)
+                entries.append(GroupEntry(GroupId(name, 0), spec, source))
         return entries
 
-    def read(
-        self,
-        entries: Iterable[GroupEntry],
-        verify: str,
-        arrived: Callable[[GroupEntry, Slot], object] = lambda entry, slot: None,
-    ) -> None:
-        """Read every group into a slot that is used again for later ones."""
-        reader = DiskReader(self._files, self._workers, verify)
-        errors: list[BaseException] = []
-
-        def begin(entry: GroupEntry, over: Callable[[], None]) -> None:
-            slot = self._arena.take(entry.spec.nbytes)
-            entry.verified = False
-
-            def read() -> None:
-                try:
-                    self._arena.fill(slot)
-                    reader.read(entry, slot.bytes())
-                    arrived(entry, slot)
-                except BaseException as error:  # a job must not raise
-                    errors.append(error)
-                self._arena.give(slot)
-                over()
-
-            self._workers.submit(EARLY, read)
-
-        _several_at_once(entries, begin)
-        if errors:
-            raise errors[0]
-
-    def fill(self, spec: GroupSpec, seed: int) -> Slot:
-        """A slot full of random bytes."""
+    def filled(self, spec: GroupSpec, seed: int) -> Slot:
+        """Return a slot full of random bytes."""
         slot = self._arena.take(spec.nbytes)
         generator = torch.Generator().manual_seed(seed)
-        memory = self._arena.fill(slot)
-        memory.view(torch.int64).random_(generator=generator)
+        self._arena.fill(slot).view(torch.int64).random_(generator=generator)
         return slot
 
     def spill_all(self, slots: Iterable[Slot]) -> list[int]:
@@ -112,90 +134,55 @@ class Engine:
         def save(slot: Slot) -> None:
             offsets.append(self.spill.save(slot.bytes(), self._workers.run_parallel)[0])
 
-        self._on_workers(slots, save)
+        self.each(slots, lambda slot: functools.partial(save, slot))
         return offsets
 
     def store_all(self, packing: Packing, slots: Iterable[Slot]) -> None:
         """Make every group durable under a key of its own."""
 
-        def save(numbered: tuple[int, Slot]) -> None:
-            number, slot = numbered
-            together = self._workers.run_parallel
-            self.directory.commit(
-                self.directory.stage(
-                    f"group {number}", packing, slot.bytes(), single=False, run_parallel=together
-                )
+        def save(number: int, slot: Slot) -> None:
+            staged = self.directory.stage(
+                f"group {number}",
+                packing,
+                slot.bytes(),
+                single=False,
+                run_parallel=self._workers.run_parallel,
             )
+            self.directory.commit(staged)
 
-        self._on_workers(enumerate(slots), save)
+        self.each(enumerate(slots), lambda item: functools.partial(save, *item))
 
     def remove_all(self) -> None:
-        """Remove what is durable."""
+        """Remove all durable groups."""
         for found in self.directory.objects():
             self.directory.remove(found.key)
 
     def give(self, slots: Iterable[Slot]) -> None:
-        """The slots are free again."""
+        """Return slots."""
         for slot in slots:
             self._arena.give(slot)
 
     def stored(self) -> list[GroupEntry]:
-        """The groups that are durable."""
-        found = self.directory.objects()
+        """Return the durable groups."""
         return [
             GroupEntry(GroupId(o.key, 0), o.spec(), o.source(self.directory.path_of(o.key)))
-            for o in found
+            for o in self.directory.objects()
         ]
-
-    def _on_workers(self, items: Iterable[T], save: Callable[[T], None]) -> None:
-        errors: list[BaseException] = []
-
-        def job(item: T, over: Callable[[], None]) -> None:
-            try:
-                save(item)
-            except BaseException as error:  # a job must not raise
-                errors.append(error)
-            over()
-
-        def begin(item: T, over: Callable[[], None]) -> None:
-            self._workers.submit(EARLY, functools.partial(job, item, over))
-
-        _several_at_once(items, begin)
-        if errors:
-            raise errors[0]
 
     def close(self) -> None:
         self._workers.stop()
-        self._arena.close()
-        self._files.close()
-        self.spill.close()
-        self.directory.close()
+        for part in (self._arena, self._files, self.spill, self.directory):
+            part.close()
 
 
 def pieces(name: str, nbytes: int, largest: int) -> Iterator[tuple[str, int, int]]:
-    """What is read of a tensor at once: names, where they begin, and bytes."""
+    """Divide a tensor into what is read at once: names, where they begin, and bytes."""
     for at in range(0, nbytes, largest):
         yield f"{name}, from {at}", at, min(largest, nbytes - at)
 
 
-def _entry_of(tensor: FileTensor) -> GroupEntry:
-    placed = place([tensor])
-    spec = group_of(tensor.name, placed.specs, placed.end)
-    return GroupEntry(GroupId(tensor.name, 0), spec, Source(placed.segments, placed.moves))
-
-
-def _several_at_once(items: Iterable[T], begin: Callable[[T, Callable[[], None]], None]) -> None:
-    """Begin the items in order, a few at once: the next one when one is over."""
-    room = threading.Semaphore(AT_ONCE)
-    for item in items:
-        room.acquire()
-        begin(item, room.release)
-    for _ in range(AT_ONCE):
-        room.acquire()
-
-
 def one_tensor(nbytes: int) -> tuple[GroupSpec, Packing]:
-    """A group of one tensor, and how it is packed."""
+    """Return a group of one tensor, and how it is packed."""
     shape = (nbytes // 2,)
     tensor = TensorSpec("weight", "BF16", shape, contiguous_stride(shape), 0)
     packing = pack([Block("weight", "BF16", shape, nbytes, (tensor,))])
@@ -203,6 +190,6 @@ def one_tensor(nbytes: int) -> tuple[GroupSpec, Packing]:
 
 
 def digest_of(slot: Slot, source: Source) -> str:
-    """The checksum of the group's own bytes in a slot."""
+    """Return the checksum of the group's own bytes in a slot."""
     (segment,) = source.segments
     return digest(slot.bytes()[segment.at : segment.at + segment.extent.nbytes])

@@ -1,26 +1,22 @@
-"""What a disk gives when it is read and written at the same time: the most that a step of an
+"""The speed of a disk that is read and written at the same time: the most that a step of an
 optimizer whose state is on it could get."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tierstore.model.groups import GroupId
 from tierstore.model.sizes import PAGE
-from tierstore.tiers.arena import Slot
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.reading import DiskReader
-from tierstore.tiers.workers import EARLY
 from tools.bench import fio, machine
 from tools.bench.disk_engine import Engine, one_tensor
 
 DEPTHS = (4, 8, 16)
-"""Groups on their way at once."""
+"""Groups in transit at once."""
 
 CONFIGURATIONS = ("psync 16M x4", "libaio 8M q4", "io_uring 4M q4")
 """Of fio."""
@@ -59,69 +55,42 @@ class Mixed(Engine):
     def __init__(self, directory: Path, mix: Mix) -> None:
         super().__init__(directory)
         self._mix = mix
-        self._reader = DiskReader(self._files, self._workers, "never")
-        largest = self.fill(one_tensor(max(mix.groups))[0], seed=0)
-        self.written = largest
+        self.written = self.filled(one_tensor(max(mix.groups))[0], seed=0)
         self.entries: list[GroupEntry] = []
         for number, nbytes in enumerate(mix.groups):
             place = self.spill.take_extent(nbytes)
-            source = self.spill.save_in(place, largest.bytes()[:nbytes])
-            spec, _ = one_tensor(nbytes)
-            self.entries.append(
-                GroupEntry(GroupId(str(number), 0), spec, source, mutable=True, spill_extent=place)
-            )
-        self._errors: list[BaseException] = []
+            source = self.spill.save_in(place, self.written.bytes()[:nbytes])
+            spec, group = one_tensor(nbytes)[0], GroupId(str(number), 0)
+            self.entries.append(GroupEntry(group, spec, source, mutable=True, spill_extent=place))
 
     def run(self, depth: int) -> fio.Rate:
         """Move everything, `depth` groups at once."""
-        room = threading.Semaphore(depth)
+        reading = self.reading("never")
+
+        def job(item: tuple[int, int]) -> Callable[[], None]:
+            number, _ = item
+            if number >= 0:
+                return reading(self.entries[number])
+            return functools.partial(self._write, self.entries[~number])
+
         with machine.Stopwatch() as watch:
-            for number, _ in self._mix.order():
-                room.acquire()
-                if number < 0:
-                    write = functools.partial(self._write, self.entries[~number], room.release)
-                    self._workers.submit(EARLY, write)
-                else:
-                    self._read(self.entries[number], room.release)
-            for _ in range(depth):
-                room.acquire()
-        if self._errors:
-            raise self._errors[0]
+            self.each(self._mix.order(), job, depth)
         nbytes = self._mix.nbytes
         return fio.Rate(nbytes / watch.seconds, watch.cpu_seconds / nbytes * 1e9)
 
-    def _read(self, entry: GroupEntry, over: Callable[[], None]) -> None:
-        slot: Slot = self._arena.take(entry.spec.nbytes)
-
-        def read() -> None:
-            try:
-                self._arena.fill(slot)
-                self._reader.read(entry, slot.bytes())
-            except BaseException as error:  # a job must not raise
-                self._errors.append(error)
-            self._arena.give(slot)
-            over()
-
-        self._workers.submit(EARLY, read)
-
-    def _write(self, entry: GroupEntry, over: Callable[[], None]) -> None:
-        try:
-            assert entry.spill_extent is not None
-            data = self.written.bytes()[: entry.spill_extent.nbytes]
-            self.spill.save_in(entry.spill_extent, data, self._workers.run_parallel)
-        except BaseException as error:  # a job must not raise
-            self._errors.append(error)
-        over()
+    def _write(self, entry: GroupEntry) -> None:
+        assert entry.spill_extent is not None
+        data = self.written.bytes()[: entry.spill_extent.nbytes]
+        self.spill.save_in(entry.spill_extent, data, self._workers.run_parallel)
 
     def runs(self) -> dict[str, Callable[[], fio.Rate]]:
-        """Everything at each of the depths."""
+        """Return everything at each of the depths."""
         return {
             f"the store's engine, {depth} groups at once": functools.partial(self.run, depth)
             for depth in DEPTHS
         }
 
     def close(self) -> None:
-        """Give everything back."""
         self.entries.clear()
         self.give([self.written])
         super().close()

@@ -1,7 +1,5 @@
 """Cost of a unit while the plan of its loop is followed
 
-    python tools/bench/followed.py [--small] [--rounds N] [--dir DIR] [--markdown FILE]
-
 Blocks of 16 tensors run one after the other: plainly, in a store that follows the plan of the loop,
 and in one that decides anew at each use. The three take turns in one process. Counted are calls of
 Python functions on the caller's thread beyond those of the plain blocks, and timed is how long it
@@ -11,9 +9,6 @@ pretend accelerator of the tests.
 
 from __future__ import annotations
 
-import argparse
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -22,41 +17,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import nn
 
-from tests.device import pretend
 from tests.helpers.calls import calls_of_functions
 from tierstore import TierStore, dispatch_model
 from tierstore.store import engine_of
-from tools.bench import machine
-from tools.bench.report import Claim, Page
+from tools.bench.models import weight_bytes
+from tools.bench.page import Claim
+from tools.bench.runner import Bench, median, spread
 
+PACKAGES, ROUNDS, PRETEND = ("torch",), 60, True
 PLAIN, FOLLOWED, DECIDED = "plain", "followed", "decided anew"
 WARM_UP = 10
-CALLS = {"all in RAM": 100, "half in RAM": 120, "all on the device": 120, "half on the device": 120}
 CALLS_PER_TILE = 12
 BEGIN_US, BEGIN_US_PER_TILE = 60, 10
-
-
-@dataclass(frozen=True)
-class Case:
-    blocks: int
-    width: int
-    rounds: int
-
-
-FULL = Case(blocks=24, width=256, rounds=60)
-SMALL = Case(blocks=12, width=64, rounds=2)
-
 PLACES = {
-    "all in RAM": ("cpu", 2.0, 0.0),
-    "half in RAM": ("cpu", 0.5, 0.0),
-    "all on the device": ("pretend", 2.0, 2.0),
-    "half on the device": ("pretend", 2.0, 0.5),
+    "all in RAM": ("cpu", 2.0, 0.0, 100),
+    "half in RAM": ("cpu", 0.5, 0.0, 120),
+    "all on the device": ("pretend", 2.0, 2.0, 120),
+    "half on the device": ("pretend", 2.0, 0.5, 120),
 }
-"""On which device, and shares of the weights that RAM and the device have room for."""
+"""The device, the shares of the weights that RAM and the device have room for, and the calls that
+are claimed for each block."""
 
 
 class Block(nn.Module):
@@ -82,14 +65,15 @@ class Block(nn.Module):
 
 @dataclass
 class Way:
-    """One of the three: its blocks, and what was seen of them."""
+    """Blocks, and figures by block: calls, seconds until it begins, groups that moved; and seconds
+    of each pass."""
 
     blocks: nn.Sequential
     store: TierStore | None = None
-    calls: list[float] = field(default_factory=list)  # by block
-    begin: list[float] = field(default_factory=list)  # seconds of each block
-    passes: list[float] = field(default_factory=list)  # seconds
-    tiles: float = 0.0  # groups that moved, by block
+    calls: list[float] = field(default_factory=list)
+    begin: list[float] = field(default_factory=list)
+    passes: list[float] = field(default_factory=list)
+    tiles: float = 0.0
 
     def run(self, x: torch.Tensor) -> None:
         started = time.perf_counter()
@@ -99,118 +83,75 @@ class Way:
             self.begin.append(block.began - called)  # type: ignore[operator]
         self.passes.append(time.perf_counter() - started)
 
+    def moved(self) -> int:
+        if self.store is None:
+            return 0
+        stats = self.store.stats()
+        return stats.bytes_read + stats.bytes_onloaded
 
-def blocks_of(case: Case) -> nn.Sequential:
+
+def blocks_of(count: int, width: int) -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = nn.Sequential(*(Block(case.width) for _ in range(case.blocks)))
-    return blocks.requires_grad_(False).eval()
-
-
-def moved(store: TierStore | None) -> int:
-    if store is None:
-        return 0
-    stats = store.stats()
-    return stats.bytes_read + stats.bytes_onloaded
-
-
-def in_a_store(case: Case, place: str, name: str, path: Path) -> Way:
-    device, ram, share = PLACES[place]
-    blocks = blocks_of(case)
-    nbytes = sum(weight.nbytes for weight in blocks.parameters())
-    budgets: dict[str, Any] = {} if device == "cpu" else {"device_budget": int(share * nbytes)}
-    store = TierStore(int(ram * nbytes), path, device=device, **budgets)
-    engine_of(store).loops.enabled = name == FOLLOWED
-    dispatch_model(blocks, store)
-    return Way(blocks, store)
+    return nn.Sequential(*(Block(width) for _ in range(count))).requires_grad_(False).eval()
 
 
 @torch.no_grad()
-def measure(case: Case, place: str, rounds: int, scratch: Path) -> dict[str, Way]:
-    """The three ways in turns."""
-    device, *_ = PLACES[place]
-    plain = blocks_of(case).to(device)
-    nbytes = sum(weight.nbytes for weight in plain.parameters())
-    x = torch.randn(4, case.width).to(device)
-    found = {PLAIN: Way(plain)}
-    with ExitStack() as stack:
-        for name in (FOLLOWED, DECIDED):
-            way = found[name] = in_a_store(case, place, name, scratch / f"{place} {name}")
-            assert way.store is not None
-            stack.enter_context(way.store)
-        take_turns(found, x, rounds)
-        for name, way in found.items():
-            followed = way.store is not None and way.store.stats().followed_seconds > 0
-            assert followed == (name == FOLLOWED), "it goes another way"
-            way.tiles /= 2 * rounds * nbytes
-            way.calls = [calls / case.blocks for calls in way.calls]
-    return found
-
-
 def take_turns(ways: dict[str, Way], x: torch.Tensor, rounds: int) -> None:
+    """Run all ways in turns, and note their figures."""
     for _ in range(WARM_UP):
         for way in ways.values():
             way.blocks(x)
-    before = {name: moved(way.store) for name, way in ways.items()}
+    before = {name: way.moved() for name, way in ways.items()}
     for _ in range(rounds):
         for way in ways.values():
             way.run(x)
     for _ in range(rounds):
         for way in ways.values():
-            way.calls.append(calls_of_functions(partial(way.blocks, x)))
+            way.calls.append(calls_of_functions(partial(way.blocks, x)) / len(way.blocks))
     for name, way in ways.items():
-        way.tiles = moved(way.store) - before[name]
+        way.tiles = (way.moved() - before[name]) / (2 * rounds * weight_bytes(way.blocks))
+        followed = way.store is not None and way.store.stats().followed_seconds > 0
+        assert followed == (name == FOLLOWED), "it goes another way"
 
 
-def rows(place: str, found: dict[str, Way]) -> Iterator[list[object]]:
-    plain = machine.median(found[PLAIN].calls)
-    for name, way in found.items():
-        yield [
-            place,
-            name,
-            f"{way.tiles:.2f}",
-            f"{machine.median(way.calls) - plain:.0f}",
-            f"{1e6 * machine.median(way.begin):.0f}",
-            machine.spread([1e3 * seconds for seconds in way.passes], 2),
-        ]
+def three_ways(place: str, count: int, width: int, rounds: int, scratch: Path) -> dict[str, Way]:
+    """Run blocks plainly, and in two stores."""
+    device, ram, share, _ = PLACES[place]
+    ways = {PLAIN: Way(blocks_of(count, width).to(device))}
+    nbytes = weight_bytes(ways[PLAIN].blocks)
+    with ExitStack() as stack:
+        for name in (FOLLOWED, DECIDED):
+            budgets: dict[str, Any] = {"device": device}
+            if device != "cpu":
+                budgets["device_budget"] = int(share * nbytes)
+            store = TierStore(int(ram * nbytes), scratch / f"{place} {name}", **budgets)
+            engine_of(stack.enter_context(store)).loops.enabled = name == FOLLOWED
+            ways[name] = Way(blocks_of(count, width), store)
+            dispatch_model(ways[name].blocks, store)
+        take_turns(ways, torch.randn(4, width).to(device), rounds)
+    return ways
 
 
-def claims(place: str, found: dict[str, Way]) -> Iterator[Claim]:
-    way = found[FOLLOWED]
-    calls = machine.median(way.calls) - machine.median(found[PLAIN].calls)
-    most = CALLS[place] + CALLS_PER_TILE * way.tiles
-    yield Claim(f"{place}: at most {most:.0f} calls for each block", calls, at_most=most)
-    if PLACES[place][0] != "cpu":
-        most = BEGIN_US + BEGIN_US_PER_TILE * way.tiles
-        begin = 1e6 * machine.median(way.begin)
-        yield Claim(f"{place}: a block begins within {most:.0f} us", begin, at_most=most)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="a little of it: does it run?")
-    parser.add_argument("--rounds", type=int, help="how often each way takes its turn")
-    parser.add_argument("--dir", type=Path, help="where stores are kept")
-    parser.add_argument("--markdown", type=Path, help="write the page here too")
-    options = parser.parse_args()
-    if reason := pretend.ready():
-        print(f"Nothing was measured: {reason}.")
-        return 0
+def measure(bench: Bench) -> Iterator[Claim]:
     torch.set_num_threads(1)
-    case = SMALL if options.small else FULL
-    with tempfile.TemporaryDirectory(prefix="tierstore-bench-", dir=options.dir) as scratch:
-        page = Page(__doc__, Path(scratch), ("torch",))
-        found = {
-            place: measure(case, place, options.rounds or case.rounds, Path(scratch))
-            for place in PLACES
-        }
-        page.table(
-            ("place", "way", "groups moved", "calls", "begins after, us", "pass, ms"),
-            [row for place, ways in found.items() for row in rows(place, ways)],
-        )
-        page.claims([claim for place, ways in found.items() for claim in claims(place, ways)])
-        page.write(options.markdown)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    count, width = (12, 64) if bench.small else (24, 256)
+    found = {}
+    for place in PLACES:
+        ways = three_ways(place, count, width, max(bench.rounds, 2), bench.scratch)
+        plain = median(ways[PLAIN].calls)
+        found |= {(place, name): (way, median(way.calls) - plain) for name, way in ways.items()}
+    columns = {
+        "groups moved": lambda one: f"{one[0].tiles:.2f}",
+        "calls": lambda one: f"{one[1]:.0f}",
+        "begins after, us": lambda one: f"{1e6 * median(one[0].begin):.0f}",
+        "pass, ms": lambda one: spread([1e3 * seconds for seconds in one[0].passes]),
+    }
+    bench.page.compare(("place", "way"), found, columns)
+    for place, (device, *_, allowed) in PLACES.items():
+        way, calls = found[place, FOLLOWED]
+        most = allowed + CALLS_PER_TILE * way.tiles
+        yield Claim(f"{place}: at most {most:.0f} calls for each block", calls, at_most=most)
+        if device != "cpu":
+            most = BEGIN_US + BEGIN_US_PER_TILE * way.tiles
+            begin = 1e6 * median(way.begin)
+            yield Claim(f"{place}: a block begins within {most:.0f} us", begin, at_most=most)

@@ -5,15 +5,24 @@ Its vocabulary is small, so that all its bytes are in its layers.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is built here
+from tools.bench.models import kept, weight_bytes
+
+__all__ = [
+    "VOCABULARY",
+    "Shape",
+    "Written",
+    "empty_for",
+    "save",
+    "warm_up",
+    "weight_bytes",
+    "write",
+]
 
 import accelerate
 import torch
@@ -27,7 +36,6 @@ transformers.utils.logging.set_verbosity_error()
 HEAD = 64
 VOCABULARY = 2048
 PROMPT = 16
-RECIPE = "recipe.json"
 
 
 @dataclass(frozen=True)
@@ -58,40 +66,33 @@ class Shape:
 
 @torch.no_grad()
 def save(shape: Shape, directory: Path) -> Path:
-    """A sharded checkpoint with random weights. One that is there from an earlier run is kept."""
-    recipe = directory / RECIPE
-    if recipe.exists() and json.loads(recipe.read_text()) == asdict(shape):
-        return directory
-    generator = torch.Generator().manual_seed(shape.seed)
-    tensors = {}
-    for name, weight in empty(shape.config()).state_dict().items():
-        if weight.ndim == 1:  # a norm
-            tensors[name] = torch.ones(weight.shape)
-        else:
-            edge = math.sqrt(3 / weight.shape[-1])  # a variance of 1 / numbers that are added up
-            made = torch.empty(weight.shape)
-            tensors[name] = made.uniform_(-edge, edge, generator=generator)
-    directory.mkdir(parents=True, exist_ok=True)
-    save_torch_state_dict(tensors, directory, max_shard_size=shape.shard)
-    shape.config().save_pretrained(directory)
-    recipe.write_text(json.dumps(asdict(shape)))
-    return directory
+    """Write a sharded checkpoint with random weights. One from an earlier run is kept."""
+
+    def write() -> None:
+        generator = torch.Generator().manual_seed(shape.seed)
+        tensors = {}
+        for name, weight in empty(shape.config()).state_dict().items():
+            if weight.ndim == 1:  # a norm
+                tensors[name] = torch.ones(weight.shape)
+            else:
+                edge = math.sqrt(3 / weight.shape[-1])  # a variance of 1 / numbers that are added
+                made = torch.empty(weight.shape)
+                tensors[name] = made.uniform_(-edge, edge, generator=generator)
+        save_torch_state_dict(tensors, directory, max_shard_size=shape.shard)
+        shape.config().save_pretrained(directory)
+
+    return kept(shape, directory, write)
 
 
 def empty(config: transformers.LlamaConfig) -> Any:
-    """The model with its weights on meta; its buffers are there."""
+    """Return the model with its weights on meta; its buffers have values."""
     with accelerate.init_empty_weights():
         return transformers.LlamaForCausalLM(config).eval()
 
 
 def empty_for(checkpoint: Path) -> Any:
-    """The model of a checkpoint, with its weights on meta."""
+    """Return the model of a checkpoint, with its weights on meta."""
     return empty(transformers.LlamaConfig.from_pretrained(checkpoint))
-
-
-def weight_bytes(model: Any) -> int:
-    """Bytes of all weights."""
-    return sum(parameter.nbytes for parameter in model.parameters())
 
 
 @dataclass

@@ -1,57 +1,44 @@
-"""Loads a model that is larger than RAM in every way that a library offers, and runs three steps.
-
-    python tools/bench/loading.py --dir /nvme/scratch
+"""Loading what does not fit
 
 A Flux transformer of 3.6 GB in float32 (6 double and 12 single blocks of 12 heads), in a control
 group of 1,100 MiB, page cache included, with a budget of 500 MB. Each load is a process of its own
-that begins without page cache. The control loads in the library's usual way, with a cast, and
-offloads what it has then.
+that begins without page cache, and runs three steps. The control loads in the library's usual way,
+with a cast, and offloads the result. Seconds count from the open store on.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import shutil
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
 from tierstore import TierStore, enable_group_offload, from_pretrained, from_single_file
-from tools.bench import flux, machine
+from tools.bench import flux
 from tools.bench.anonymous import AnonymousPeak
+from tools.bench.apart import Killed, apart
 from tools.bench.memory_group import MemoryGroup
-from tools.bench.own_process import answer, start
-from tools.bench.report import Claim, Page
+from tools.bench.page import Claim
+from tools.bench.runner import Bench, Run, value
 
-SHAPE = flux.Shape(heads=12, double=6, single=12, dtype="float32")
+PACKAGES = ("torch", "diffusers", "safetensors")
+FULL = flux.Shape(heads=12, double=6, single=12, dtype="float32")
 SMALL = flux.Shape(heads=2, double=2, single=2, dtype="float32")
 LIMIT, BUDGET = 1100 << 20, 500_000_000
 STEPS = 3
 MARGIN = 120
-"""MiB over the budget: two groups while one is cast, and what the process has for itself."""
+"""MiB over the budget: two groups while one is cast, and the process's own memory."""
 
-Load = Callable[[Path, TierStore], Any]
-
-
-def _cast(checkpoint: Path, store: TierStore) -> Any:
-    return from_pretrained(flux.CLASS, checkpoint, store, torch_dtype=torch.bfloat16)
-
-
-def _as_it_is(checkpoint: Path, store: TierStore) -> Any:
-    return from_pretrained(flux.CLASS, checkpoint, store, torch_dtype=torch.float32)
+CAST, OWN, SINGLE, USUAL = "bfloat16", "its own dtype", "bfloat16, single file", "the usual way"
+AGAIN = {f"{name}, again": name for name in (CAST, OWN, SINGLE)}
 
 
 def _single_file(checkpoint: Path, store: TierStore) -> Any:
     (file,) = (checkpoint / "single").glob("*.safetensors")
-    config, dtype = str(checkpoint), torch.bfloat16
-    return from_single_file(flux.CLASS, str(file), store, config=config, torch_dtype=dtype)
+    config = str(checkpoint)
+    return from_single_file(flux.CLASS, str(file), store, config=config, torch_dtype=torch.bfloat16)
 
 
 def _usual(checkpoint: Path, store: TierStore) -> Any:
@@ -60,121 +47,74 @@ def _usual(checkpoint: Path, store: TierStore) -> Any:
     return model
 
 
-CASTS, AS_IT_IS, SINGLE, USUAL = (
-    "bfloat16",
-    "its own dtype",
-    "bfloat16, single file",
-    "the usual way",
-)
-WAYS: dict[str, Load] = {
-    CASTS: _cast,
-    AS_IT_IS: _as_it_is,
+LOADS: dict[str, Callable[[Path, TierStore], Any]] = {
+    CAST: lambda path, store: from_pretrained(flux.CLASS, path, store, torch_dtype=torch.bfloat16),
+    OWN: lambda path, store: from_pretrained(flux.CLASS, path, store, torch_dtype=torch.float32),
     SINGLE: _single_file,
     USUAL: _usual,
 }
-SECOND = {f"{name}, again": name for name in (CASTS, AS_IT_IS, SINGLE)}
 
 
-def load_and_run(way: str, place: Path, budget: int) -> dict[str, float]:
-    """In a process of its own. Bytes and seconds."""
-    directory = place / f"store of {way}"
-    with AnonymousPeak() as peak, TierStore(budget, directory, device="cpu") as store:
+def load_and_run(name: str, checkpoint: Path, directory: Path) -> Run:
+    """Load in one way, and run three steps. Returns bytes and seconds."""
+    with AnonymousPeak() as peak, TierStore(BUDGET, directory, device="cpu") as store:
         begun = time.monotonic()
-        model = WAYS[way](place / "checkpoint", store)
-        loaded = time.monotonic() - begun
-        steps, image = [], torch.empty(0)
-        for image in flux.denoise(model, STEPS):  # noqa: B007 - the last one is looked at
-            steps.append(time.monotonic() - begun)
+        model = LOADS[name](checkpoint, store)
+        times, image = [time.monotonic() - begun], torch.empty(0)
+        for image in flux.denoise(model, STEPS):  # noqa: B007 - the last one is compared
+            times.append(time.monotonic() - begun)
         written = store.stats().bytes_written
         assert torch.isfinite(image.float()).all()
-    return {
-        "loaded": loaded,
-        "first": steps[0],
-        "later": (steps[-1] - steps[0]) / (STEPS - 1),
-        "anonymous": peak.gained,
-        "written": written,
-        "checksum": float(image.double().sum()),
-    }
+    later = (times[-1] - times[1]) / (STEPS - 1)
+    found = {"loaded": times[0], "first": times[1], "later": later, "written": written}
+    return found | {"anonymous": peak.gained, "checksum": float(image.double().sum())}
 
 
-def prepare(shape: flux.Shape, place: Path) -> int:
-    """The checkpoint, sharded and as one file. Returns its bytes."""
-    checkpoint = flux.save(shape, place / "checkpoint")
+def in_a_group(name: str, checkpoint: Path, directory: Path) -> Run | None:
+    """Load with little memory. Returns None if the system killed the process."""
+    with MemoryGroup(LIMIT) as group:
+        try:
+            found: Run = apart(load_and_run, name, checkpoint, directory, group=group)
+        except Killed:
+            return None
+    return found
+
+
+def measure(bench: Bench) -> Iterator[Claim]:
+    checkpoint = flux.save(SMALL if bench.small else FULL, bench.kept / "checkpoint")
     model = flux.load(checkpoint)
     if not (checkpoint / "single").exists():
         model.save_pretrained(checkpoint / "single", max_shard_size="100GB")
-    return flux.weight_bytes(model)
-
-
-def run(way: str, place: Path, budget: int, limit: int) -> dict[str, float] | None:
-    """None if the system ended it, for want of memory."""
-    machine.drop_page_cache()
-    with MemoryGroup(limit) as group:
-        done = start(__file__, way, place, budget, group)
-    return None if done.returncode in (-9, 137) else answer(way, done)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", type=Path, required=True, help="on the disk to be measured")
-    parser.add_argument("--small", action="store_true", help="a tiny model, to see that it runs")
-    parser.add_argument("--page", type=Path, help="a page of Markdown to write")
-    parser.add_argument("--run", choices=[*WAYS], help=argparse.SUPPRESS)
-    parser.add_argument("--budget", type=int, default=BUDGET, help="bytes")
-    given = parser.parse_args()
-    if given.run:
-        print(json.dumps(load_and_run(given.run, given.dir, given.budget)))
-        return 0
-    given.dir = given.dir / ("small" if given.small else "large")
-    given.dir.mkdir(parents=True, exist_ok=True)
-    nbytes = prepare(SMALL if given.small else SHAPE, given.dir)
-    for way in WAYS:
-        shutil.rmtree(given.dir / f"store of {way}", ignore_errors=True)
-    found = {
-        name: run(SECOND.get(name, name), given.dir, given.budget, LIMIT)
-        for name in (*WAYS, *SECOND)
-    }
-    page = Page("Loading what does not fit", given.dir, ["torch", "diffusers", "safetensors"])
-    page.text(
-        f"Checkpoint {nbytes / 1e6:,.0f} MB, budget {given.budget / 1e6:,.0f} MB, control group "
-        f"{LIMIT >> 20:,} MiB, page cache included. Seconds count from the open store on."
+    nbytes = flux.weight_bytes(model)
+    found = {}
+    for name in (*LOADS, *AGAIN):
+        way = AGAIN.get(name, name)
+        bench.chill()
+        found[name] = in_a_group(way, checkpoint, bench.scratch / way)
+    bench.page.text(
+        f"Checkpoint {nbytes / 1e6:,.0f} MB, budget {BUDGET / 1e6:,.0f} MB, control group "
+        f"{LIMIT >> 20:,} MiB, page cache included."
     )
-    columns = ("", "loaded, s", "first step, s", "later, s", "RssAnon gained, MB", "written, MB")
-    page.table(columns, [_row(name, result) for name, result in found.items()])
-    claims = list(_claims(found, given.budget))
-    page.claims(claims)
-    page.write(given.page)
-    return 0 if all(claim.held for claim in claims) or given.small else 1
-
-
-def _row(name: str, result: dict[str, float] | None) -> list[str]:
-    if result is None:
-        return [name, "killed", "", "", "", ""]
-    seconds = [f"{result[what]:.1f}" for what in ("loaded", "first", "later")]
-    return [name, *seconds, *(f"{result[what] / 1e6:,.0f}" for what in ("anonymous", "written"))]
-
-
-def _claims(found: dict[str, dict[str, float] | None], budget: int) -> list[Claim]:
-    claims = [Claim("the usual way is killed", float(found[USUAL] is None), at_least=1)]
-    done = {name: result for name, result in found.items() if result is not None}
-    for name in (*WAYS, *SECOND):
-        if name != USUAL:
-            claims.append(Claim(f"{name}: it runs", float(name in done), at_least=1))
-    for name, result in done.items():
-        if name != USUAL:
-            over = (result["anonymous"] - budget) / 2**20
-            claims.append(Claim(f"{name}: anonymous MiB over the budget", over, at_most=MARGIN))
-    for name, first in SECOND.items():
+    done = {name: run for name, run in found.items() if run is not None}
+    columns = {
+        "loaded, s": value("loaded", 1),
+        "first step, s": value("first", 1),
+        "later, s": value("later", 1),
+        "RssAnon gained, MB": value("anonymous", scale=1e-6),
+        "written, MB": value("written", scale=1e-6),
+    }
+    bench.page.compare("", done, columns)
+    yield Claim("the usual way is killed", float(USUAL not in done), at_least=1)
+    for name in (each for each in found if each != USUAL):
+        yield Claim(f"{name}: it runs", float(name in done), at_least=1)
+        if name in done:
+            over = (done[name]["anonymous"] - BUDGET) / 2**20
+            yield Claim(f"{name}: anonymous MiB over the budget", over, at_most=MARGIN)
+    for name, first in AGAIN.items():
         if {name, first} <= done.keys():
-            claims.append(Claim(f"{name}: bytes written", done[name]["written"], at_most=0))
+            yield Claim(f"{name}: bytes written", done[name]["written"], at_most=0)
             same = done[name]["checksum"] == done[first]["checksum"]
-            claims.append(Claim(f"{name}: the same image", float(same), at_least=1))
-    again, plain = (done.get(f"{name}, again") for name in (CASTS, AS_IT_IS))
-    if again and plain:
-        ratio = again["first"] / plain["first"]
-        claims.append(Claim("first step, cast before, to its own dtype", ratio, at_most=1.2))
-    return claims
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            yield Claim(f"{name}: the same image", float(same), at_least=1)
+    if {f"{CAST}, again", OWN} <= done.keys():
+        ratio = done[f"{CAST}, again"]["first"] / done[OWN]["first"]
+        yield Claim("first step, cast before, to its own dtype", ratio, at_most=1.2)

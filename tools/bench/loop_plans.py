@@ -1,7 +1,5 @@
 """Passes of planned loops, against the bound
 
-    python tools/bench/loop_plans.py [--small] [--only PART] [--markdown FILE]
-
 Everything is simulated, with the speeds of an H100 and of the disk beside it, and computing that
 takes as long as there are bytes. The models are names and sizes, cut as their files would be. Each
 plan is verified. The *simple bound* has all memory full of what stays; the *bound* leaves out of
@@ -13,37 +11,21 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tierstore.model.outline import tile_sizes
 from tierstore.plan.loop_check import verify
 from tierstore.plan.loop_plan import Loop
 from tierstore.plan.loop_planner import plan_loop
 from tierstore.plan.loop_timing import seconds_per_pass
 from tierstore.simulation import simulate_loop
-from tools.bench.loop_shapes import (
-    H100,
-    SHAPES,
-    TO_DEVICE,
-    TO_HOST,
-    Budgets,
-    bound,
-    budgets,
-    flux,
-    forward_and_backward,
-    joined,
-    loop_of,
-    sdxl,
-    simple_bound,
-    t5,
-    wan,
-)
-from tools.bench.report import Claim, Page
+from tools.bench import loop_shapes as shapes
+from tools.bench.loop_shapes import H100, SHAPES, TO_DEVICE, TO_HOST, Budgets, budgets, loop_of
+from tools.bench.page import Claim, Page
+from tools.bench.runner import Bench
 
+PACKAGES = ("numpy",)
 DEVICE = 12e9
 CELLS = {"all": (1.1, 1.04), "half": (0.5, 1.15), "quarter": (0.25, 1.08)}
 """RAM as a share of the weights, and how many times the simple bound a pass may take."""
@@ -68,11 +50,11 @@ class Entered:
 def entered(cell: str, passes: int, *, whole_blocks: bool = False) -> Entered:
     """Play passes of FLUX.1-dev on 12 GB of a device. With `whole_blocks`, its units are those that
     a store has today."""
-    shape = flux()
+    shape = shapes.flux()
     of = budgets(DEVICE, CELLS[cell][0] * shape.nbytes)
     loop = loop_of(shape, of, whole_blocks=whole_blocks)
     played = simulate_loop(loop, of, passes, bandwidth=H100, tile=tile_sizes(of).group)
-    least = simple_bound(loop, of, H100).seconds
+    least = shapes.simple_bound(loop, of, H100).seconds
     seconds = [one.seconds for one in played]
     mean = statistics.mean(seconds[2:]) / least
     return Entered(seconds[2] / least, mean, max(seconds[5:]) / statistics.median(seconds))
@@ -97,7 +79,7 @@ def reached(loop: Loop, of: Budgets) -> Reached:
         raise ValueError("the budgets are too small for a plan")
     verify(plan, of)
     seconds = seconds_per_pass(plan, [H100[TO_DEVICE], H100[TO_HOST]])
-    least = bound(loop, of, H100, tile)
+    least = shapes.bound(loop, of, H100, tile)
     by_least = plan.top.moved / least.uploaded if least.uploaded else 1.0
     return Reached(seconds / least.seconds, by_least, seconds, plan.top.moved, plan.bytes_read)
 
@@ -111,16 +93,16 @@ def reached_by(name: str, device: float, ram: float) -> Reached:
 
 def several(name: str, device: float, ram: float) -> Reached:
     """Plan a loop over two models or passes; budgets are shares of all weights."""
-    shapes, order = {
-        "two experts in phases": ([wan("high"), wan("low")], [0, 0, 1, 1]),
-        "two pipelines in turn": ([sdxl(), flux()], [0, 1]),
-        "a text encoder, then four passes": ([t5(), flux()], [0, 1, 1, 1, 1]),
-        "a step of training": ([flux()], [0]),
+    models, order = {
+        "two experts in phases": ([shapes.wan("high"), shapes.wan("low")], [0, 0, 1, 1]),
+        "two pipelines in turn": ([shapes.sdxl(), shapes.flux()], [0, 1]),
+        "a text encoder, then four passes": ([shapes.t5(), shapes.flux()], [0, 1, 1, 1, 1]),
+        "a step of training": ([shapes.flux()], [0]),
     }[name]
-    total = sum(shape.nbytes for shape in shapes)
+    total = sum(shape.nbytes for shape in models)
     of = budgets(device * total, ram * total)
-    loop = joined([loop_of(shape, of) for shape in shapes], order)
-    return reached(forward_and_backward(loop) if "training" in name else loop, of)
+    loop = shapes.joined([loop_of(shape, of) for shape in models], order)
+    return reached(shapes.forward_and_backward(loop) if "training" in name else loop, of)
 
 
 SEVERAL = {
@@ -130,88 +112,86 @@ SEVERAL = {
     "a step of training": [(0.5, 1.1), (0.5, 0.25), (0.25, 0.5)],
 }
 
-# What is shown ------------------------------------------------------------------------------------
+# Parts of the page -------------------------------------------------------------------------------
 
 
 def show_entering(page: Page, small: bool) -> Iterator[Claim]:
     """Passes from the first one on."""
-    rows = []
+    found = {}
     for whole_blocks, (cell, (ram, at_most)) in itertools.product((True, False), CELLS.items()):
-        found = entered(cell, 20 if small else 200, whole_blocks=whole_blocks)
+        one = entered(cell, 20 if small else 200, whole_blocks=whole_blocks)
         units = "whole blocks" if whole_blocks else "blocks cut"
-        figures = (f"{n:.3f}" for n in (found.third, found.mean, found.longest))
-        rows.append([units, f"{ram:.0%}", *figures])
+        found[units, f"{ram:.0%}"] = one
         text = f"FLUX.1-dev, 12 GB, {units}, RAM {cell}"
         if not small:  # of 20 passes, the one that enters the plan is a large part
             mean = f"{text}: mean from the third pass, by the simple bound"
-            yield Claim(mean, found.mean, at_most=at_most)
+            yield Claim(mean, one.mean, at_most=at_most)
         longest = f"{text}: longest pass after the fifth, by the median"
-        yield Claim(longest, found.longest, at_most=SETTLED)
+        yield Claim(longest, one.longest, at_most=SETTLED)
     page.text("## From the first pass on, FLUX.1-dev with 12 GB of the device")
-    columns = ["units", "RAM", "third pass", "mean from the third", "longest after the fifth"]
-    page.table(columns, rows)
+    columns = {
+        "third pass": lambda one: f"{one.third:.3f}",
+        "mean from the third": lambda one: f"{one.mean:.3f}",
+        "longest after the fifth": lambda one: f"{one.longest:.3f}",
+    }
+    page.compare(("units", "RAM"), found, columns)
 
 
 def show_units(page: Page, small: bool) -> Iterator[Claim]:
     """Blocks as units, or cut into leaves where they are large; and larger tiles."""
-    shape, rows = flux(), []
-    for whole_blocks in (True, False):
-        for tile in (16, 32)[: 1 if small else 2]:
-            found = []
-            for ram, _ in CELLS.values():
-                of = budgets(DEVICE, ram * shape.nbytes)
-                loop = loop_of(shape, of, whole_blocks=whole_blocks)
-                plan = plan_loop(loop, of, H100, tile << 20)
-                assert plan is not None
-                seconds = seconds_per_pass(plan, [H100[TO_DEVICE], H100[TO_HOST]])
-                found.append(seconds / simple_bound(loop, of, H100).seconds)
-            rows.append([len(loop.steps), f"{tile} MiB", *(f"{each:.3f}" for each in found)])
+    shape, found = shapes.flux(), {}
+    for whole_blocks, tile in itertools.product((True, False), (16,) if small else (16, 32)):
+        cells = []
+        for ram, _ in CELLS.values():
+            of = budgets(DEVICE, ram * shape.nbytes)
+            loop = loop_of(shape, of, whole_blocks=whole_blocks)
+            plan = plan_loop(loop, of, H100, tile << 20)
+            assert plan is not None
+            seconds = seconds_per_pass(plan, [H100[TO_DEVICE], H100[TO_HOST]])
+            cells.append(seconds / shapes.simple_bound(loop, of, H100).seconds)
+        found[whole_blocks, tile] = (len(loop.steps), f"{tile} MiB", *(f"{x:.3f}" for x in cells))
+        if (whole_blocks, tile) == (False, 16):
+            text = "FLUX.1-dev, 12 GB, blocks cut: a pass, by the simple bound"
+            yield Claim(text, max(cells), at_most=1.04)
     page.text("## A pass once the plan is followed, by the simple bound, FLUX.1-dev with 12 GB")
-    page.table(["units", "tiles", *(f"RAM {cell}" for cell in CELLS)], rows)
-    worst = max(float(each) for each in rows[len(rows) // 2][2:])
-    yield Claim("FLUX.1-dev, 12 GB, blocks cut: a pass, by the simple bound", worst, at_most=1.04)
+    page.table(["units", "tiles", *(f"RAM {cell}" for cell in CELLS)], found.values())
 
 
 def show_grid(page: Page, small: bool) -> Iterator[Claim]:
     """Plain loops at all budgets."""
+    rams = RAMS[:: 2 if small else 1]
     for name in list(SHAPES)[:1] if small else SHAPES:
-        worst, rows = 0.0, []
-        for device in DEVICES:
-            found = [reached_by(name, device, ram) for ram in RAMS[:: 2 if small else 1]]
-            worst = max(worst, *(one.by_bound for one in found))
-            rows.append([f"{device:.0%}", *(f"{one.by_bound:.3f}" for one in found)])
+        found = {d: [reached_by(name, d, ram).by_bound for ram in rams] for d in DEVICES}
         page.text(f"## {name}: seconds of a pass, by the bound")
-        page.table(["device", *(f"RAM {ram:.0%}" for ram in RAMS[:: 2 if small else 1])], rows)
+        rows = [[f"{d:.0%}", *(f"{one:.3f}" for one in row)] for d, row in found.items()]
+        page.table(["device", *(f"RAM {ram:.0%}" for ram in rams)], rows)
+        worst = max(map(max, found.values()))
         yield Claim(f"{name}: seconds of a pass, by the bound", worst, at_most=NEAR)
 
 
 def show_several(page: Page, small: bool) -> Iterator[Claim]:
     """Several models, and training."""
-    rows = []
+    found = {}
     for name, cells in SEVERAL.items():
         for device, ram in cells[:1] if small else cells:
-            found = several(name, device, ram)
-            rows.append(
-                [
-                    name,
-                    f"{device:.0%}",
-                    f"{ram:.0%}",
-                    f"{found.seconds:.3f}",
-                    f"{found.by_bound:.3f}",
-                    f"{found.uploaded / 1e9:.2f}",
-                    f"{found.read / 1e9:.2f}",
-                    f"{found.bytes_by_least:.3f}",
-                ]
-            )
+            one = found[name, f"{device:.0%}", f"{ram:.0%}"] = several(name, device, ram)
+            text = f"{name}, {device:.0%} and {ram:.0%}"
             if "training" in name:
-                text = f"{name}, {device:.0%} and {ram:.0%}: bytes to the device, by Belady's"
-                yield Claim(text, found.bytes_by_least, at_most=LEAST_BYTES)
+                text = f"{text}: bytes to the device, by Belady's"
+                yield Claim(text, one.bytes_by_least, at_most=LEAST_BYTES)
             else:
-                text = f"{name}, {device:.0%} and {ram:.0%}: seconds of a period, by the bound"
-                yield Claim(text, found.by_bound, at_most=NEAR)
+                yield Claim(
+                    f"{text}: seconds of a period, by the bound", one.by_bound, at_most=NEAR
+                )
     page.text("## Several models, and training")
-    columns = ["loop", "device", "RAM", "seconds", "by the bound", "GB up", "GB read"]
-    page.table([*columns, "bytes up by Belady's"], rows)
+    columns: dict[str, Callable[[Reached], object]] = {
+        "seconds": lambda one: f"{one.seconds:.3f}",
+        "by the bound": lambda one: f"{one.by_bound:.3f}",
+        "GB up": lambda one: f"{one.uploaded / 1e9:.2f}",
+        "GB read": lambda one: f"{one.read / 1e9:.2f}",
+        "bytes up by Belady's": lambda one: f"{one.bytes_by_least:.3f}",
+    }
+    page.compare(("loop", "device", "RAM"), found, columns)
 
 
 PARTS: dict[str, Callable[[Page, bool], Iterator[Claim]]] = {
@@ -222,19 +202,11 @@ PARTS: dict[str, Callable[[Page, bool], Iterator[Claim]]] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true", help="a little of everything")
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=PARTS, action="append", help="only this part")
-    parser.add_argument("--markdown", type=Path, help="write the page here too")
-    options = parser.parse_args(arguments)
-    page = Page(__doc__, Path(), ("numpy",))
-    claims = [claim for part in options.only or PARTS for claim in PARTS[part](page, options.small)]
-    page.text("## Claims")
-    page.claims(claims)
-    page.write(options.markdown)
-    return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def measure(bench: Bench) -> Iterator[Claim]:
+    for part in bench.options.only or PARTS:
+        yield from PARTS[part](bench.page, bench.small)
+    bench.page.text("## Claims")

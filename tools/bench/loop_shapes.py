@@ -46,23 +46,24 @@ class Shape:
             self.add(f"{name}.bias", outputs)
 
 
-def flux() -> Shape:
+FLUX_WIDTH = 3072
+DOUBLE = [("modulation", 1, 6), ("qkv", 1, 3), ("out", 1, 1), ("wide", 1, 4), ("narrow", 4, 1)]
+SINGLE = [("modulation", 1, 3), ("qkv", 1, 3), ("wide", 1, 4), ("out", 5, 1)]
+"""Layers of a block: names, and how many times the width they take and give."""
+
+
+def flux(width: int = FLUX_WIDTH, double: int = 19, single: int = 38) -> Shape:
     """FLUX.1-dev's transformer: 19 double and 38 single blocks."""
-    shape, width = Shape("flux", 0.168), 3072
-    for block in range(19):
+    shape = Shape("flux", 0.168)
+    for block in range(double):
         for stream in ("image", "text"):
             prefix = f"transformer_blocks.{block}.{stream}"
-            shape.linear(f"{prefix}.modulation", width, 6 * width)
-            shape.linear(f"{prefix}.qkv", width, 3 * width)
-            shape.linear(f"{prefix}.out", width, width)
-            shape.linear(f"{prefix}.wide", width, 4 * width)
-            shape.linear(f"{prefix}.narrow", 4 * width, width)
-    for block in range(38):
+            for name, inputs, outputs in DOUBLE:
+                shape.linear(f"{prefix}.{name}", inputs * width, outputs * width)
+    for block in range(single):
         prefix = f"single_transformer_blocks.{block}"
-        shape.linear(f"{prefix}.modulation", width, 3 * width)
-        shape.linear(f"{prefix}.qkv", width, 3 * width)
-        shape.linear(f"{prefix}.wide", width, 4 * width)
-        shape.linear(f"{prefix}.out", 5 * width, width)
+        for name, inputs, outputs in SINGLE:
+            shape.linear(f"{prefix}.{name}", inputs * width, outputs * width)
     return shape
 
 
@@ -98,9 +99,8 @@ def _attention(shape: Shape, prefix: str, width: int, layers: int) -> None:
     for layer in range(layers):
         block = f"{prefix}.transformer_blocks.{layer}"
         for name, inputs in (("attn1", width), ("attn2", 2048)):
-            shape.linear(f"{block}.{name}.to_q", width, width, bias=False)
-            shape.linear(f"{block}.{name}.to_k", inputs, width, bias=False)
-            shape.linear(f"{block}.{name}.to_v", inputs, width, bias=False)
+            for part, ins in (("q", width), ("k", inputs), ("v", inputs)):
+                shape.linear(f"{block}.{name}.to_{part}", ins, width, bias=False)
             shape.linear(f"{block}.{name}.to_out.0", width, width)
         shape.linear(f"{block}.ff.net.0.proj", width, 8 * width)
         shape.linear(f"{block}.ff.net.2", 4 * width, width)
@@ -128,8 +128,8 @@ def llama() -> Shape:
         prefix = f"model.layers.{layer}"
         for part, outputs in (("q", width), ("k", 1024), ("v", 1024), ("o", width)):
             shape.linear(f"{prefix}.self_attn.{part}_proj", width, outputs, bias=False)
-        shape.linear(f"{prefix}.mlp.gate_proj", width, 28672, bias=False)
-        shape.linear(f"{prefix}.mlp.up_proj", width, 28672, bias=False)
+        for part in ("gate_proj", "up_proj"):
+            shape.linear(f"{prefix}.mlp.{part}", width, 28672, bias=False)
         shape.linear(f"{prefix}.mlp.down_proj", 28672, width, bias=False)
     shape.linear("lm_head", width, 128256, bias=False)
     return shape

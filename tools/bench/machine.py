@@ -1,62 +1,16 @@
-"""What every benchmark shares: the machine, a cold page cache, medians of interleaved runs, tables.
-
-A script in this folder begins with
-
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-    from tools.bench import machine
-
-and then runs both as `python tools/bench/NAME.py` and as `python -m tools.bench.NAME`.
-"""
+"""What a benchmark asks the system: a cold page cache, CPU seconds, bytes of the disk."""
 
 from __future__ import annotations
 
+import itertools
 import os
-import platform
-import random
 import resource
-import shlex
-import statistics
-import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import metadata
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
-
-import psutil
-
-from tierstore.progress import bar
-
-Result = TypeVar("Result")
 
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
-
-
-def describe(directory: str | Path | None = None, packages: Iterable[str] = ()) -> list[str]:
-    """The machine in lines of text: cores, memory, the file system of `directory`, versions."""
-    memory = psutil.virtual_memory().total / 2**30
-    cores = len(os.sched_getaffinity(0))
-    load = os.getloadavg()[0]
-    lines = [
-        f"{cores} cores ({_processor()}), {memory:.1f} GiB of RAM, load {load:.1f} at the start",
-        f"{platform.system()} {platform.release()}, Python {platform.python_version()}",
-    ]
-    if directory is not None:
-        from tierstore.cli.machine import direct_reads, file_system_of, huge_pages
-
-        lines.append(
-            f"{file_system_of(str(directory))}, direct reads: {direct_reads(str(directory))}, "
-            f"huge pages: {huge_pages()}"
-        )
-    found = [f"{package} {metadata.version(package)}" for package in packages]
-    return [*lines, ", ".join(found)] if found else lines
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def drop_page_cache() -> bool:
@@ -67,6 +21,18 @@ def drop_page_cache() -> bool:
     except OSError:
         return False
     return True
+
+
+def disk_bytes() -> tuple[int, int]:
+    """Return the bytes that this process has made the disk read (page faults too) and write."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"]), int(lines["write_bytes"])
+
+
+def pss(process: int | str = "self") -> int:
+    """Return the proportional set size of a process: of a shared page, its share counts."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
 
 
 class Stopwatch:
@@ -91,71 +57,33 @@ def _cpu_seconds() -> float:
     return sum(each.ru_utime + each.ru_stime for each in used)
 
 
-def interleave(
-    runs: Mapping[str, Callable[[], Result]],
-    rounds: int,
-    *,
-    before: Callable[[], object] = lambda: None,
-    doing: str = "Measuring",
-) -> dict[str, list[Result]]:
-    """Run everything once per round, in another order each round, so that a drift hits all alike.
+def direct_reads(files: list[Path], threads: int = 4, piece: int = 16 << 20) -> float:
+    """Read all files past the page cache, `threads` pieces at a time. Returns bytes per second.
 
-    `before` comes before each run, such as `drop_page_cache`. Gives the results in round order.
+    The pieces go to 256 MiB, which no processor's cache holds: that is where weights go.
     """
-    order = random.Random(0)
-    results: dict[str, list[Result]] = {name: [] for name in runs}
-    names = [name for _ in range(rounds) for name in order.sample(list(runs), len(runs))]
-    for name in bar(names, doing, "runs"):
-        before()
-        results[name].append(runs[name]())
-    return results
+    from tierstore.tiers.pages import fresh_memory
 
+    nbytes = 256 << 20
+    memory = fresh_memory(nbytes).fill_(0).numpy().data
+    share = nbytes // threads
+    descriptors = [os.open(file, os.O_RDONLY | os.O_DIRECT) for file in files]
+    pieces = [(d, at) for d in descriptors for at in range(0, os.fstat(d).st_size, piece)]
 
-def median(values: Iterable[float]) -> float:
-    """The median."""
-    return statistics.median(values)
+    def read(thread: int) -> int:
+        starts = itertools.cycle(range(thread * share, (thread + 1) * share, piece))
+        found = 0
+        while pieces:
+            with suppress(IndexError):  # another thread took the last
+                descriptor, at = pieces.pop()
+                start = next(starts)
+                found += os.preadv(descriptor, [memory[start : start + piece]], at)
+        return found
 
-
-def ratios(values: Sequence[float], reference: Sequence[float]) -> list[float]:
-    """Each value to the reference of its own round."""
-    return [value / other for value, other in zip(values, reference, strict=True)]
-
-
-def spread(values: Sequence[float], digits: int = 2) -> str:
-    """The median, and the range in parentheses: `0.98 (0.95 to 1.02)`."""
-    low, high = min(values), max(values)
-    return f"{median(values):.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
-def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table that can also be read on a terminal. Numbers are best given as text."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    widths = [max(len(text) for text in column) for column in zip(columns, *cells, strict=True)]
-
-    def line(texts: Sequence[str]) -> str:
-        padded = (text.ljust(width) for text, width in zip(texts, widths, strict=True))
-        return f"| {' | '.join(padded)} |"
-
-    rule = f"|{'|'.join('-' * (width + 2) for width in widths)}|"
-    return "\n".join([line(columns), rule, *map(line, cells)])
-
-
-def command_line() -> str:
-    """How this script was started, for the page with its results."""
-    script = Path(sys.argv[0])
-    root = Path(__file__).resolve().parents[2]
-    name = str(script.resolve().relative_to(root)) if script.is_absolute() else str(script)
-    return shlex.join(["python", name, *sys.argv[1:]])
-
-
-_BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
-
-
-def publish(path: str | Path, title: str, measured: str) -> None:
-    """Put what was measured into a page, between two marks; prose around them stays as it is."""
-    page = Path(path)
-    text = page.read_text() if page.exists() else f"# {title}\n\n{_BEGIN}\n{_END}\n"
-    before, _, rest = text.partition(_BEGIN)
-    after = rest.partition(_END)[2]
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(f"{before}{_BEGIN}\n{measured.strip()}\n{_END}{after}")
+    started = time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        total = sum(pool.map(read, range(threads)))
+    seconds = time.perf_counter() - started
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return total / seconds

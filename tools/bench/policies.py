@@ -1,7 +1,5 @@
 """What the planner reads and how long it stalls, against what nobody can do better
 
-    python tools/bench/policies.py [--small] [--only PART] [--trace FILE] [--markdown FILE]
-
 Everything is simulated: the real planner, policy and schedule, with a clock and a carrier that
 exist on paper. So the figures are exact and the same on every machine, except for the last part,
 the cost of planning. The traces are orders in which models use their groups, made up or recorded.
@@ -13,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,18 +18,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-from tierstore.progress import bar
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tierstore.model.events import Event, Leased, Released
 from tierstore.model.moves import Instruction
 from tierstore.model.tiers import Tier
 from tierstore.plan.planner import Planner
+from tierstore.progress import bar
 from tierstore.simulation import Clock, Outcome, Use, planner_of, play, simulate
 from tools.bench import traces
-from tools.bench.report import Claim, Page
+from tools.bench.page import Claim, Page
+from tools.bench.runner import Bench
 from tools.bench.traces import Trace, belady, least_missed
 
+PACKAGES = ("numpy",)
 POLICIES = ("next-use", "lru")
 DISK_BANDWIDTH = 3e9  # bytes per second; only its ratio to the compute matters
 
@@ -63,8 +60,8 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Look:
-    """How much is looked at, what was recorded, and where it is told."""
+class Scope:
+    """How much is simulated, with which recorded traces, for which page."""
 
     size: Size
     recorded: list[Trace]
@@ -74,10 +71,6 @@ class Look:
         """Show figures as they are worked out."""
         self.page.text(f"## {title}")
         self.page.table(head, bar(rows, title, "rows"))
-
-
-def percent(share: float) -> str:
-    return f"{share:.0%}"
 
 
 def on_demand(trace: Trace, budget: int, policy: str) -> int:
@@ -97,23 +90,23 @@ def budgets_of(trace: Trace, shares: Iterable[float]) -> list[tuple[float, int]]
 # --- without prefetch -----------------------------------------------------------------------------
 
 
-def missed_bytes(look: Look) -> list[Limit]:
+def missed_bytes(scope: Scope) -> list[Limit]:
     learned = Limit("deterministic traces: bytes missed / Belady's", 1.05)
     recordings = Limit("recorded traces: bytes missed / Belady's", 1.05)
     against_lru = Limit("random and Zipf traces: bytes missed / LRU's", 1.02)
     kinds = [
-        *((trace, learned) for trace in look.size.deterministic()),
-        *((trace, recordings) for trace in look.recorded),
-        *((trace, None) for trace in look.size.irregular()),
-        *((trace, against_lru) for trace in look.size.by_chance()),
+        *((trace, learned) for trace in scope.size.deterministic()),
+        *((trace, recordings) for trace in scope.recorded),
+        *((trace, None) for trace in scope.size.irregular()),
+        *((trace, against_lru) for trace in scope.size.by_chance()),
     ]
 
     def rows() -> Iterator[Sequence[str]]:
         for trace, claim in kinds:
-            for share, budget in budgets_of(trace, look.size.shares):
+            for share, budget in budgets_of(trace, scope.size.shares):
                 best = belady(trace, budget)
                 ours, lru = (on_demand(trace, budget, policy) for policy in POLICIES)
-                where = f"{trace.name} at {percent(share)}"
+                where = f"{trace.name} at {share:.0%}"
                 to_best, to_lru = f"{ours / best:.3f}", f"{ours / lru:.3f}"
                 if claim is against_lru:
                     to_lru = claim.add(ours / lru, where)
@@ -121,7 +114,7 @@ def missed_bytes(look: Look) -> list[Limit]:
                     to_best = claim.add(ours / best, where)
                 yield (
                     trace.name,
-                    percent(share),
+                    f"{share:.0%}",
                     f"{best / 1e9:.1f}",
                     to_best,
                     f"{lru / best:.3f}",
@@ -130,7 +123,7 @@ def missed_bytes(look: Look) -> list[Limit]:
                 )
 
     head = ("trace", "budget", "Belady, GB", "ours / Belady", "LRU / Belady", "ours / LRU")
-    look.table("Without prefetch: bytes missed", (*head, "bound / Belady"), rows())
+    scope.table("Without prefetch: bytes missed", (*head, "bound / Belady"), rows())
     return [claim for claim in (learned, recordings, against_lru) if claim.found]
 
 
@@ -140,62 +133,62 @@ SPLITS = ((0.1, 0.3), (0.2, 0.4), (0.3, 0.6), (0.5, 0.4))
 """Shares of the working set: on the device, and in host memory."""
 
 
-def hierarchy(look: Look) -> list[Limit]:
+def hierarchy(scope: Scope) -> list[Limit]:
     link = Limit("bytes over the link / the bound for the device", 1.15)
     disk = Limit("bytes from disk / the bound for device and host together", 1.35)
 
     def rows() -> Iterator[Sequence[str]]:
-        for trace, (device, host) in itertools.product(look.size.hierarchies(), look.size.splits):
+        for trace, (device, host) in itertools.product(scope.size.hierarchies(), scope.size.splits):
             on_device, in_host = int(trace.nbytes * device), int(trace.nbytes * host)
             if on_device < 2 * trace.largest:
                 continue
             budgets = {Tier.DEVICE: on_device, Tier.HOST: in_host, Tier.DISK: None}
             uses = [Use(key, 0.0) for key in trace.keys]
             moved = simulate(trace.groups, uses, budgets, prefetch=False).bytes_moved
-            where = f"{trace.name}, device {percent(device)}, host {percent(host)}"
+            where = f"{trace.name}, device {device:.0%}, host {host:.0%}"
             to_device = moved.get(TO_DEVICE, 0) / least_missed(trace, on_device)
             to_host = moved.get(TO_HOST, 0) / least_missed(trace, on_device + in_host)
             back = moved.get((Tier.DEVICE, Tier.HOST), 0) / max(moved.get(TO_DEVICE, 0), 1)
             yield (
                 trace.name,
-                percent(device),
-                percent(host),
+                f"{device:.0%}",
+                f"{host:.0%}",
                 link.add(to_device, where),
                 disk.add(to_host, where),
                 f"{back:.3f}",
             )
 
     head = ("trace", "device", "host", "link / bound", "disk / bound", "back / over the link")
-    look.table("Host and device, without prefetch", head, rows())
+    scope.table("Host and device, without prefetch", head, rows())
     return [link, disk]
 
 
 # --- with prefetch --------------------------------------------------------------------------------
 
 
-def overlap(look: Look) -> list[Limit]:
+def overlap(scope: Scope) -> list[Limit]:
     loops = Limit("loops: time / the bound", 1.18), Limit("loops: bytes read / the bound", 1.4)
     cut = Limit("cut blocks: time / the bound", 1.18), Limit("cut blocks: bytes / the bound", 1.4)
 
     def rows() -> Iterator[Sequence[str]]:
-        kinds = [(trace, loops) for trace in look.size.loops()]
-        kinds += [(trace, cut) for trace in look.size.cut_loops()]
+        kinds = [(trace, loops) for trace in scope.size.loops()]
+        kinds += [(trace, cut) for trace in scope.size.cut_loops()]
         for trace, (seconds, nbytes) in kinds:
-            for share, budget in budgets_of(trace, look.size.loop_shares):
+            for share, budget in budgets_of(trace, scope.size.loop_shares):
                 least = least_missed(trace, budget)
-                for ratio in look.size.ratios:
+                for ratio in scope.size.ratios:
                     outcome = with_compute(trace, budget, ratio)
                     limit = max(outcome.computed_seconds, least / DISK_BANDWIDTH)
-                    where = f"{trace.name} at {percent(share)}, F = {ratio:g}"
+                    where = f"{trace.name} at {share:.0%}, F = {ratio:g}"
                     slower = seconds.add(outcome.seconds / limit, where)
                     more = nbytes.add(outcome.bytes_moved.get(TO_HOST, 0) / least, where)
                     stalled = outcome.stalled_seconds / outcome.seconds
                     acquires = f"{outcome.hits} / {outcome.late} / {outcome.misses}"
-                    cells = (f"{ratio:g}", f"{limit:.1f}", slower, more, percent(stalled), acquires)
-                    yield (trace.name, percent(share), *cells)
+                    cells = (f"{ratio:g}", f"{limit:.1f}", slower, more, f"{stalled:.0%}", acquires)
+                    yield (trace.name, f"{share:.0%}", *cells)
 
     head = ("trace", "budget", "F", "bound, s", "time / bound", "bytes / bound", "stalled")
-    look.table(
+    scope.table(
         "With prefetch (F: seconds to fetch a group / seconds of its compute)",
         (*head, "hits / late / misses"),
         rows(),
@@ -219,14 +212,14 @@ HISTORY = 8192
 MEASURED = 2000
 
 
-def cost(look: Look) -> list[Limit]:
+def cost(scope: Scope) -> list[Limit]:
     """Time per use on this machine: everything that is decided, and nothing of what moves."""
     claim = Limit("microseconds of planning for each acquire and release", 100)
 
     def rows() -> Iterator[Sequence[str]]:
-        for groups, prefetch in itertools.product(look.size.group_counts, (False, True)):
+        for groups, prefetch in itertools.product(scope.size.group_counts, (False, True)):
             for order, keys in orders(groups):
-                micros = 1e6 * marginal_cost(groups, keys, prefetch, look.size.repeats)
+                micros = 1e6 * marginal_cost(groups, keys, prefetch, scope.size.repeats)
                 where = f"{groups} groups, {order}, {'with' if prefetch else 'without'} prefetch"
                 yield (
                     f"{groups:,}",
@@ -236,7 +229,7 @@ def cost(look: Look) -> list[Limit]:
                 )
 
     head = ("groups", "order", "prefetch", "microseconds")
-    look.table(f"Cost of one use after {HISTORY:,} others", head, rows())
+    scope.table(f"Cost of one use after {HISTORY:,} others", head, rows())
     return [claim]
 
 
@@ -298,7 +291,7 @@ class Noted:
 
 # --- all of it ------------------------------------------------------------------------------------
 
-Part = Callable[[Look], list[Limit]]
+Part = Callable[[Scope], list[Limit]]
 PARTS: dict[str, Part] = {
     "missed": missed_bytes,
     "hierarchy": hierarchy,
@@ -375,26 +368,19 @@ def record(steps: int = 15) -> Trace:
         return recorded_trace(path)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--small", action="store_true", help="a little of everything")
+def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", choices=PARTS, action="append", help="only this part")
     parser.add_argument("--trace", action="append", default=[], help="a recorded trace")
-    parser.add_argument("--markdown", type=Path, help="write the page here too")
-    options = parser.parse_args(arguments)
-    parts = options.only or list(PARTS)
-    recorded = [recorded_trace(path) for path in options.trace]
+
+
+def measure(bench: Bench) -> Iterator[Claim]:
+    parts = bench.options.only or list(PARTS)
+    recorded = [recorded_trace(path) for path in bench.options.trace]
     if "missed" in parts and not recorded:
         recorded.append(record())
-    page = Page(__doc__, Path(), ("numpy",))
-    page.text(f"Bounds by {traces.how_bounds_are_found()}. Figures with a `!` miss a claim.")
-    look = Look(SMALL if options.small else Size(), recorded, page)
-    limits = [limit for name in parts for limit in PARTS[name](look)]
-    page.text("## Claims")
-    page.claims(limit.claim() for limit in limits)
-    page.write(options.markdown)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    bound = traces.how_bounds_are_found()
+    bench.page.text(f"Bounds by {bound}. Figures with a `!` miss a claim.")
+    scope = Scope(SMALL if bench.small else Size(), recorded, bench.page)
+    limits = [limit for name in parts for limit in PARTS[name](scope)]
+    bench.page.text("## Claims")
+    yield from (limit.claim() for limit in limits)

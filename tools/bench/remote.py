@@ -1,7 +1,5 @@
 """A model whose checkpoint lies in an object store, of which RAM and disk hold three quarters.
 
-    python tools/bench/remote.py [--small] [--rounds N] --dir DIR [--markdown FILE]
-
 A Flux transformer of 500 MB (bfloat16, 64 image tokens) runs from an S3 server block by block: a
 RAM budget of a quarter of the weights, a disk budget of a half. The server is a plain one of
 threads in a process of its own, on this machine, that answers GET and HEAD of S3 with ranges, ETags
@@ -18,64 +16,67 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import hashlib
 import itertools
 import os
 import re
 import shutil
 import statistics
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import obstore
+import torch
+from obstore.store import from_url
+from torch.func import functional_call
 
-from tools.bench.report import Claim, Page
+from tierstore import TierStore
+from tierstore.engine.checkpoints import read_checkpoint
+from tierstore.model.groups import Segment
+from tierstore.tiers.pages import fresh_memory
+from tierstore.tiers.remote_tier import RemoteSource, fetch
+from tools.bench import flux
+from tools.bench.apart import Apart
+from tools.bench.page import Claim, Page
+from tools.bench.runner import Bench, interleave, median, ratios
 
+PACKAGES, ROUNDS = ("torch", "diffusers", "obstore"), 5
 BUCKET, NAME = "models", "diffusion_pytorch_model.safetensors"
 URL = f"s3://{BUCKET}/{NAME}"
-PIECE, AT_ONCE = 8 << 20, 8
-STEPS = 8
+PIECE, AT_ONCE, STEPS = 8 << 20, 8, 8
 
 
 # --- the server, in a process of its own ----------------------------------------------------------
 
 
 class Limit:
-    """So many bytes per second, of all who ask; 0 for no limit."""
+    """So many bytes per second, of all connections together; 0 for no limit."""
 
     def __init__(self, bandwidth: float) -> None:
-        self._bandwidth = bandwidth
-        self._free_at = 0.0
-        self._lock = threading.Lock()
+        self._bandwidth, self._free_at, self._lock = bandwidth, 0.0, threading.Lock()
 
     def wait(self, nbytes: int) -> None:
-        """Until so many bytes may have been sent."""
-        if not self._bandwidth:
-            return
-        with self._lock:
-            self._free_at = max(self._free_at, time.monotonic()) + nbytes / self._bandwidth
-            until = self._free_at
-        time.sleep(max(until - time.monotonic(), 0.0))
+        """Wait until so many bytes may have been sent."""
+        if self._bandwidth:
+            with self._lock:
+                self._free_at = max(self._free_at, time.monotonic()) + nbytes / self._bandwidth
+                until = self._free_at
+            time.sleep(max(until - time.monotonic(), 0.0))
 
 
-def serve(directory: Path, bandwidth: float) -> None:
-    """Serve the file in a directory. Prints the port."""
-    path = directory / NAME
-    etag = f'"{hashlib.md5(str(path.stat().st_mtime_ns).encode()).hexdigest()}"'
-    size, limit = path.stat().st_size, Limit(bandwidth)
+def serve(path: Path, bandwidth: float) -> Generator[int, Any, None]:
+    """Serve a file. Yields the port."""
+    etag, size, limit = f'"{path.stat().st_mtime_ns}"', path.stat().st_size, Limit(bandwidth)
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
         def do_HEAD(self) -> None:
             self._answer(200, 0, size)
@@ -105,40 +106,43 @@ def serve(directory: Path, bandwidth: float) -> None:
             self.end_headers()
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        print(server.server_address[1], flush=True)
-        server.serve_forever()
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_address[1]
 
 
 @contextlib.contextmanager
-def server(directory: Path, bandwidth: float = 0.0) -> Iterator[None]:
-    """A server, found by obstore through the environment."""
-    command = [sys.executable, __file__, "--serve", str(directory), "--bandwidth", str(bandwidth)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        port = process.stdout.readline().strip()
-        os.environ.update(
-            AWS_ACCESS_KEY_ID="key",
-            AWS_SECRET_ACCESS_KEY="secret",
-            AWS_REGION="us-east-1",
-            AWS_ENDPOINT_URL=f"http://127.0.0.1:{port}",
-            AWS_ALLOW_HTTP="true",
-        )
-        try:
-            yield
-        finally:
-            process.kill()
+def server(path: Path, bandwidth: float = 0.0) -> Iterator[None]:
+    """Start a server, which obstore finds through the environment."""
+    with Apart(serve, path, bandwidth) as process:
+        os.environ |= {
+            "AWS_ACCESS_KEY_ID": "key",
+            "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{process.answer()}",
+            "AWS_ALLOW_HTTP": "true",
+        }
+        yield
 
 
 # --- a model that takes its blocks from a store ---------------------------------------------------
 
 
-def streamed(checkpoint: Path, store: Any, source: str) -> Callable[[], Any]:
-    """Registers the checkpoint at `source`, and gives what runs one step with its weights."""
-    import torch
-    from torch.func import functional_call
+class Block(torch.nn.Module):
+    """A block whose weights are leased for each forward."""
 
-    from tools.bench import flux
+    def __init__(self, store: TierStore, key: str, block: torch.nn.Module) -> None:
+        super().__init__()
+        self._store, self._key, self._held = store, key, [block]
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with self._store.acquire(self._key) as lease:
+            cut = len(self._key) + 1
+            tensors = {name[cut:]: value for name, value in lease.tensors.items()}
+            return functional_call(self._held[0], tensors, args, kwargs)
+
+
+def streamed(checkpoint: Path, store: TierStore, source: str) -> Callable[[], torch.Tensor]:
+    """Register the checkpoint at `source`. Returns a function that runs one step with it."""
     with torch.device("meta"):
         model = flux.CLASS.from_config(flux.CLASS.load_config(checkpoint)).eval()
     groups: dict[str, list[str]] = {"rest": []}
@@ -146,91 +150,47 @@ def streamed(checkpoint: Path, store: Any, source: str) -> Callable[[], Any]:
         found = re.match(r"((?:single_)?transformer_blocks\.\d+)\.", name)
         groups.setdefault(found[1] if found else "rest", []).append(name)
     store.register_checkpoint(source, groups=groups)
-    store.prefetch(groups)  # of the first step, nobody else can tell what comes when
-
-    class Block(torch.nn.Module):
-        """Stands for a block, whose weights are not there between its uses."""
-
-        def __init__(self, key: str, block: torch.nn.Module) -> None:
-            super().__init__()
-            self.key, self.held = key, [block]
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            with store.acquire(self.key) as lease:
-                cut = len(self.key) + 1
-                tensors = {name[cut:]: value for name, value in lease.tensors.items()}
-                return functional_call(self.held[0], tensors, args, kwargs)
-
+    store.prefetch(groups)  # of the first step, nothing else tells the order
     for kind in ("transformer_blocks", "single_transformer_blocks"):
         blocks = getattr(model, kind)
         for number, block in enumerate(blocks):
-            blocks[number] = Block(f"{kind}.{number}", block)
+            blocks[number] = Block(store, f"{kind}.{number}", block)
 
     @torch.no_grad()
-    def step() -> Any:
+    def step() -> torch.Tensor:
         with store.acquire("rest") as lease:
             rest = {name: value.clone() for name, value in lease.tensors.items()}
-        return functional_call(model, rest, (), inputs())[0]
+        found: torch.Tensor = functional_call(model, rest, (), INPUTS)[0]
+        return found
 
     return step
 
 
-def inputs() -> dict[str, Any]:
-    """What the transformer is called with: the same in each step."""
-    import torch
-
-    from tools.bench import flux
-
-    made = torch.Generator().manual_seed(1)
-
-    def noise(*shape: int) -> Any:
-        return torch.randn(*shape, generator=made).bfloat16()
-
-    ids = torch.zeros(flux.IMAGE_TOKENS, 3)
-    ids[:, 1], ids[:, 2] = torch.arange(flux.IMAGE_TOKENS) // 8, torch.arange(flux.IMAGE_TOKENS) % 8
-    return {
-        "hidden_states": noise(1, flux.IMAGE_TOKENS, flux.CHANNELS),
-        "encoder_hidden_states": noise(1, flux.TEXT_TOKENS, 256),
-        "pooled_projections": noise(1, 128),
-        "timestep": torch.tensor([0.5]).bfloat16(),
-        "guidance": torch.tensor([3.5]).bfloat16(),
-        "img_ids": ids,
-        "txt_ids": torch.zeros(flux.TEXT_TOKENS, 3),
-        "return_dict": False,
-    }
+INPUTS = flux.inputs(dtype=torch.bfloat16)
 
 
 # --- what is measured -----------------------------------------------------------------------------
 
 
-class Bench:
-    """One checkpoint, and what is looked at."""
+class Remote:
+    """One checkpoint, and what is measured of it."""
 
     def __init__(self, page: Page, place: Path, checkpoint: Path, rounds: int) -> None:
         self.page, self.place, self.checkpoint, self.rounds = page, place, checkpoint, rounds
         self.nbytes = (checkpoint / NAME).stat().st_size
 
-    def store(self, name: str, disk: float | None = 0.5) -> Any:
-        from tierstore import TierStore
-
+    def store(self, name: str, disk: float | None = 0.5, *, fresh: bool = True) -> TierStore:
+        if fresh:
+            shutil.rmtree(self.place / name, ignore_errors=True)
         budget = None if disk is None else int(self.nbytes * disk)
-        ram = self.nbytes // 4
-        return TierStore(ram, self.place / name, device="cpu", disk_budget=budget)
+        return TierStore(self.nbytes // 4, self.place / name, device="cpu", disk_budget=budget)
 
-    def fresh(self, name: str) -> str:
-        shutil.rmtree(self.place / name, ignore_errors=True)
-        return name
-
-    def steps(self) -> list[Claim]:
+    def steps(self) -> Iterator[Claim]:
         """Steps with little memory and half a disk, and again in another store on the same disk."""
-        import torch
-
-        from tools.bench import flux
-
         with torch.no_grad():
-            expected = flux.load(self.checkpoint).eval()(**inputs())[0]
-        rows, equal = [], True
-        with self.store(self.fresh("steps")) as store:
+            expected = flux.load(self.checkpoint).eval()(**INPUTS)[0]
+        equal = True
+        with self.store("steps") as store:
             step, fetched = streamed(self.checkpoint, store, URL), [0]
             for _ in range(STEPS):
                 equal &= torch.equal(step(), expected)
@@ -240,14 +200,11 @@ class Bench:
             cached = sum(group.nbytes for group in groups if "DISK" in group.tiers)
             peaks = store.stats().peak_bytes
         each = [b - a for a, b in itertools.pairwise(fetched)]
-        with self.store("steps") as store:
-            step = streamed(self.checkpoint, store, URL)
-            equal &= torch.equal(step(), expected)
+        with self.store("steps", fresh=False) as store:
+            equal &= torch.equal(streamed(self.checkpoint, store, URL)(), expected)
             again = store.stats().bytes_fetched
-        rows = [(f"{n}", f"{b / 1e6:.1f}") for n, b in enumerate(each, 1)]
-        self.page.table(
-            ("step", "MB fetched"), [*rows, ("1 of the second run", f"{again / 1e6:.1f}")]
-        )
+        rows = {f"{n}": nbytes for n, nbytes in enumerate(each, 1)} | {"1 of the second run": again}
+        self.page.table(("step", "MB fetched"), [(n, f"{b / 1e6:.1f}") for n, b in rows.items()])
         bound = self.nbytes - self.nbytes // 4 - self.nbytes // 2 + 3 * largest
         self.page.text(
             f"The largest group has {largest / 1e6:.1f} MB, so {bound / 1e6:.1f} MB are the bound "
@@ -255,78 +212,59 @@ class Bench:
             f"{peaks['DISK'] / 1e6:.1f} MB on disk; {cached / 1e6:.1f} MB were left there."
         )
         more = (again - (self.nbytes - cached)) / largest
-        return [
-            Claim("outputs are those of the model in memory, bit for bit", equal, at_least=1),
-            Claim("the most fetched in a step, from the third on, of the bound",
-                  max(each[2:]) / bound, at_most=1.1),
-            Claim("the mean of these steps, of the bound",
-                  statistics.mean(each[2:]) / bound, at_most=1.1),
-            Claim("RAM at its peak, of the budget",
-                  peaks["HOST"] / (self.nbytes // 4), at_most=1),
-            Claim("disk at its peak, of the budget",
-                  peaks["DISK"] / (self.nbytes // 2), at_most=1),
-            Claim("groups fetched in the second run although they were there", more, at_most=1.05),
-        ]  # fmt: skip
+        yield Claim("outputs are those of the model in memory, bit for bit", equal, at_least=1)
+        for text, value, at_most in (
+            (
+                "the most fetched in a step, from the third on, of the bound",
+                max(each[2:]) / bound,
+                1.1,
+            ),
+            ("the mean of these steps, of the bound", statistics.mean(each[2:]) / bound, 1.1),
+            ("RAM at its peak, of the budget", peaks["HOST"] / (self.nbytes // 4), 1),
+            ("disk at its peak, of the budget", peaks["DISK"] / (self.nbytes // 2), 1),
+            ("groups fetched in the second run although they were there", more, 1.05),
+        ):
+            yield Claim(text, value, at_most=at_most)
 
-    def warm(self) -> list[Claim]:
+    def warm(self) -> Iterator[Claim]:
         """With room for all of it on disk, nothing is fetched twice."""
-        with self.store(self.fresh("warm"), None) as store:
-            streamed(self.checkpoint, store, URL)()
         with self.store("warm", None) as store:
-            step = streamed(self.checkpoint, store, URL)
-            step()
+            streamed(self.checkpoint, store, URL)()
+        with self.store("warm", None, fresh=False) as store:
+            streamed(self.checkpoint, store, URL)()
             again = store.stats().bytes_fetched
-        return [Claim("bytes fetched with a warm cache of everything", again, at_most=0)]
+        yield Claim("bytes fetched with a warm cache of everything", again, at_most=0)
 
-    def speeds(self, server: str) -> list[Claim]:
+    def speeds(self, server: str) -> Iterator[Claim]:
         """obstore's own reads, the store's fetches, and all of the way."""
-        took: list[list[float]] = [[], [], []]
-        for turn in range(self.rounds + 1):
-            for which, measure in enumerate((self._obstore, self._fetch, self._all_the_way)):
-                seconds = measure()
-                if turn:  # the first one warms up
-                    took[which].append(seconds)
-        names = ("obstore's own ranged reads", "fetched into memory", "to disk, and into RAM")
-        rows = [
-            (name, f"{self.nbytes / statistics.median(times) / 1e6:.0f}")
-            for name, times in zip(names, took, strict=True)
-        ]
+        sides = {
+            "obstore's own ranged reads": lambda: self._ranged(lambda at, part: len(part)),
+            "fetched into memory": self._fetch,
+            "to disk, and into RAM": self._all_the_way,
+        }
+        took = {name: times[1:] for name, times in interleave(sides, self.rounds + 1).items()}
+        rows = [(name, f"{self.nbytes / median(t) / 1e6:.0f}") for name, t in took.items()]
         self.page.table((f"from {server}", "MB/s"), rows)
-        own, fetched, through = took
-        ratios = [
-            statistics.median(a / b for a, b in zip(own, other, strict=True))
-            for other in (fetched, through)
-        ]
-        ways = ("fetches into memory", "all of the way")
-        return [
-            Claim(f"from {server}: {what}, of obstore's own speed", ratio, at_least=0.85)
-            for what, ratio in zip(ways, ratios, strict=True)
-        ]
+        own, fetched, through = took.values()
+        for text, other in (("fetches into memory", fetched), ("all of the way", through)):
+            text = f"from {server}: {text}, of obstore's own speed"
+            yield Claim(text, median(ratios(own, other)), at_least=0.85)
 
-    def _obstore(self) -> float:
-        import obstore
-        from obstore.store import from_url
-
+    def _ranged(self, take: Callable[[int, Any], object]) -> float:
+        """Read all with obstore, and have each piece taken. Returns the seconds."""
         remote = from_url(f"s3://{BUCKET}")
+
+        def bring(at: int) -> None:
+            end = min(at + PIECE, self.nbytes)
+            take(at, obstore.get_range(remote, NAME, start=at, end=end))
+
         began = time.monotonic()
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            for part in pool.map(
-                lambda at: obstore.get_range(
-                    remote, NAME, start=at, end=min(at + PIECE, self.nbytes)
-                ),
-                range(0, self.nbytes, PIECE),
-            ):
-                len(part)
+            list(pool.map(bring, range(0, self.nbytes, PIECE)))
         return time.monotonic() - began
 
     def _fetch(self) -> float:
-        from tierstore.engine.checkpoints import read_checkpoint
-        from tierstore.model.groups import Segment
-        from tierstore.tiers.entry import RemoteSource
-        from tierstore.tiers.pages import fresh_memory
-        from tierstore.tiers.remote_tier import fetch
-
-        [file] = read_checkpoint(URL)
+        (file,) = read_checkpoint(URL)
         start = min(t.extent.offset for t in file.tensors)
         segments = tuple(Segment(t.extent, t.extent.offset - start) for t in file.tensors)
         room = fresh_memory(self.nbytes).numpy().data
@@ -337,104 +275,64 @@ class Bench:
         return time.monotonic() - began
 
     def _all_the_way(self) -> float:
-        with self.store(self.fresh("speed"), None) as store:
-            keys = store.register_checkpoint(URL, groups=self._runs())
+        groups: dict[str, list[str]] = {}  # of neighbours, as large as blocks are
+        (file,) = read_checkpoint(URL)
+        for tensor in file.tensors:
+            number = tensor.extent.offset // (self.nbytes // 24)
+            groups.setdefault(f"{number}", []).append(tensor.name)
+        with self.store("speed", None) as store:
+            keys = store.register_checkpoint(URL, groups=groups)
             began = time.monotonic()
             store.prefetch(keys)
             for key in keys:
                 store.acquire(key).release()
             return time.monotonic() - began
 
-    def _runs(self) -> dict[str, list[str]]:
-        """Groups of neighbours, as large as blocks are."""
-        from tierstore.engine.checkpoints import read_checkpoint
-
-        [file] = read_checkpoint(URL)
-        groups: dict[str, list[str]] = {}
-        for tensor in file.tensors:
-            groups.setdefault(f"{tensor.extent.offset // (self.nbytes // 24)}", []).append(
-                tensor.name
-            )
-        return groups
-
-    def first_output(self) -> list[Claim]:
+    def first_output(self) -> Iterator[Claim]:
         """The first step out of the object store, and after a download."""
-        took: list[tuple[float, float]] = []
-        for _ in range(self.rounds):
-            began = time.monotonic()
-            with self.store(self.fresh("first")) as store:
-                streamed(self.checkpoint, store, URL)()
-                direct = time.monotonic() - began
-            began = time.monotonic()
-            local = self.place / "downloaded.safetensors"
-            self._download(local)
-            with self.store(self.fresh("first")) as store:
-                streamed(self.checkpoint, store, str(local))()
-                took.append((direct, time.monotonic() - began))
-            local.unlink()
-        direct, downloaded = (statistics.median(times) for times in zip(*took, strict=True))
-        rows = [("from the object store", f"{direct:.2f}"), ("downloaded", f"{downloaded:.2f}")]
+        local = self.place / "downloaded.safetensors"
+        sides = {
+            "from the object store": lambda: self._first(URL),
+            "downloaded": lambda: self._download(local) + self._first(str(local)),
+        }
+        took = interleave(sides, self.rounds)
+        rows = [(name, f"{median(times):.2f}") for name, times in took.items()]
         self.page.table(("to the first output", "seconds"), rows)
-        ratio = statistics.median(a / b for a, b in took)
-        return [Claim("time to the first output, of download and run", ratio, at_most=0.75)]
+        ratio = median(ratios(*took.values()))
+        yield Claim("time to the first output, of download and run", ratio, at_most=0.75)
 
-    def _download(self, local: Path) -> None:
-        import obstore
-        from obstore.store import from_url
+    def _first(self, source: str) -> float:
+        began = time.monotonic()
+        with self.store("first") as store:
+            streamed(self.checkpoint, store, source)()
+            return time.monotonic() - began
 
-        remote = from_url(f"s3://{BUCKET}")
-
-        def bring(at: int) -> None:
-            part = obstore.get_range(remote, NAME, start=at, end=min(at + PIECE, self.nbytes))
-            os.pwrite(descriptor, part, at)
-
+    def _download(self, local: Path) -> float:
+        began = time.monotonic()
         descriptor = os.open(local, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            for _ in pool.map(bring, range(0, self.nbytes, PIECE)):
-                pass
+        self._ranged(lambda at, part: os.pwrite(descriptor, part, at))
         os.fsync(descriptor)
         os.close(descriptor)
+        return time.monotonic() - began
 
 
-def main() -> None:
-    options = parse()
-    if options.serve:
-        serve(options.serve, options.bandwidth)
-        return
-    from tools.bench import flux
+def options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--bandwidth", type=float, default=0.0, help="bytes per second")
 
-    place = Path(options.dir).resolve()
-    checkpoint = place / "flux"
-    checkpoint.mkdir(parents=True, exist_ok=True)
-    flux.save(flux.Shape(3, 4, 16) if options.small else flux.Shape(9, 3, 14), checkpoint)
-    page = Page(__doc__ or "", place, ("torch", "diffusers", "obstore"))
-    bench = Bench(page, place, checkpoint, options.rounds)
-    bandwidth = options.bandwidth or (100e6 if options.small else 200e6)
-    page.text(
-        f"{bench.nbytes / 1e6:.0f} MB of weights; {options.rounds} rounds; where a network "
+
+def measure(bench: Bench) -> Iterator[Claim]:
+    shape = flux.Shape(3, 4, 16) if bench.small else flux.Shape(9, 3, 14)
+    checkpoint = flux.save(shape, bench.kept / "flux")
+    remote = Remote(bench.page, bench.scratch, checkpoint, bench.rounds)
+    bandwidth = bench.options.bandwidth or (100e6 if bench.small else 200e6)
+    bench.page.text(
+        f"{remote.nbytes / 1e6:.0f} MB of weights; {bench.rounds} rounds; where a network "
         f"matters, {bandwidth / 1e6:.0f} MB/s"
     )
-    with server(checkpoint):
-        claims = bench.steps() + bench.warm() + bench.speeds("memory at hand")
-    with server(checkpoint, bandwidth):
-        claims += bench.speeds("a network") + bench.first_output()
-    page.claims(claims)
-    page.write(options.markdown)
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--dir")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--bandwidth", type=float, default=0.0, help="bytes per second")
-    parser.add_argument("--markdown", type=Path)
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if not options.serve and not options.dir:
-        parser.error("--dir is needed")
-    return options
-
-
-if __name__ == "__main__":
-    main()
+    with server(checkpoint / NAME):
+        yield from remote.steps()
+        yield from remote.warm()
+        yield from remote.speeds("memory at hand")
+    with server(checkpoint / NAME, bandwidth):
+        yield from remote.speeds("a network")
+        yield from remote.first_output()

@@ -23,8 +23,8 @@ from unittest import mock
 import psutil
 import torch
 
-from tierstore.cli.disk_speed import SMALLEST, DiskSpeed, measure
 from tierstore.tiers.arena import host_arena
+from tierstore.tiers.disk_speed import SMALLEST, DiskSpeed, measure
 from tools.gpu.lines import Figures, Postponed, Unavailable
 
 SETUP = {"pretend": "tests.device.pretend"}

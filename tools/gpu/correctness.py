@@ -22,7 +22,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from tierstore import (
-    CaptureError,
     OffloadModel,
     OffloadOptimizer,
     TierStore,
@@ -30,10 +29,11 @@ from tierstore import (
     dispatch_model,
     offload_activations,
 )
+from tierstore.errors import CaptureError
 from tierstore.tiers.device_tier import DeviceTier
+from tools.bench.apart import kill
 from tools.gpu.bench import Bench
 from tools.gpu.lines import Failed, Figures, Goal, Group, Line, Postponed, Unavailable, told
-from tools.gpu.schedule import ROOT, environment, kill
 
 NONE_WRONG = Goal("wrong", at_most=0)
 TURNOVER = Goal("turnover", at_least=1.5)
@@ -501,17 +501,11 @@ class Suite:
             if importlib.util.find_spec(package) is None:
                 raise Unavailable(f"{package} is not installed")
         # A test marked `alone` waits for all others, and would wait for the test that runs this.
-        kept = {n: v for n, v in environment().items() if not n.startswith("PYTEST_XDIST")}
+        kept = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_XDIST")}
         left = self.bench.ends - time.monotonic() - 2 * self.ENDING
         with self.bench.folder() as place, (place / "output").open("w+") as output:
-            tests = subprocess.Popen(
-                self.words(place),
-                cwd=ROOT,
-                env=kept,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            words = self.words(place)
+            tests = subprocess.Popen(words, env=kept, stdout=output, stderr=subprocess.STDOUT)
             cut = False
             try:
                 tests.wait(max(0, min(2 * self.SECONDS, left)))

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import math
-import time
 import traceback
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ Figures = Mapping[str, float]
 HOLDS, MISSED, MEASURED = "holds", "missed", "measured"
 NOT_RUN = "not run: "
 NOT_REACHED = NOT_RUN + "not reached"
-RUNNING = NOT_RUN + "the process ended meanwhile"
 TIME = NOT_RUN + "time"
 
 
@@ -120,8 +118,8 @@ def verdict(goals: Sequence[Goal], figures: Figures) -> str:
 class Report:
     """The file of a part's results, written anew, and atomically, with each change.
 
-    One process writes it at a time. Results that it has from earlier are kept; `about` is the rest
-    of the document, of which the earliest stays.
+    Results of earlier runs are kept; `about` is the rest of the document, of which the earliest
+    stays.
     """
 
     def __init__(self, path: Path, groups: Sequence[Group], about: Mapping[str, Any]) -> None:
@@ -134,35 +132,23 @@ class Report:
         }
         self.remarks: list[str] = []
         self._about = dict(about)
-        self.read()
-
-    def read(self) -> None:
-        """Take over what the file says, as another process may have written it."""
-        if not self.path.exists():
-            return
-        found = json.loads(self.path.read_text())
-        lines, self.remarks = found.pop("lines"), found.pop("remarks")
-        self._about |= found
-        for line in lines:
-            if line["name"] in self.entries:  # another version may have had other lines
-                self.entries[line["name"]] = Entry(**line)
-
-    def start_over(self) -> None:
-        """Begin another run: every line without a result may be measured again."""
-        for entry in self.entries.values():
-            if not entry.done:
-                entry.verdict, entry.error = NOT_REACHED, ""
+        if path.exists():
+            found = json.loads(path.read_text())
+            lines, self.remarks = found.pop("lines"), found.pop("remarks")
+            self._about |= found
+            done = {line["name"]: Entry(**line) for line in lines if line["done"]}
+            self.entries |= {name: done[name] for name in done.keys() & self.entries}
         self._write()
 
     @property
     def left(self) -> list[Line]:
-        """The lines to which no process has come in this run."""
-        return [line for line in self.lines if self.entries[line.name].verdict == NOT_REACHED]
+        """The lines that have no result."""
+        return [line for line in self.lines if not self.entries[line.name].done]
 
     @property
-    def running(self) -> Line | None:
-        """The line that is being measured, or was when its process ended."""
-        return next((x for x in self.lines if self.entries[x.name].verdict == RUNNING), None)
+    def figures(self) -> dict[str, Figures]:
+        """The figures of the lines that are done, by name."""
+        return {name: entry.figures for name, entry in self.entries.items() if entry.done}
 
     @property
     def missed(self) -> bool:
@@ -176,10 +162,11 @@ class Report:
         self._write()
 
     def note(self, name: str, verdict: str, **changes: Any) -> None:
-        """Change the entry of a line."""
-        entry = self.entries[name]
-        self.entries[name] = Entry(**{**asdict(entry), "verdict": verdict, **changes})
+        """Change the entry of a line, and print it."""
+        entry = replace(self.entries[name], verdict=verdict, **changes)
+        self.entries[name] = entry
         self._write()
+        print(f"{entry.group} / {name}: {verdict} {told(entry.figures)}{entry.error}", flush=True)
 
     def ended(self, line: Line, why: str) -> None:
         """Note that the process ended by itself while it measured a line: that is a result."""
@@ -195,39 +182,6 @@ class Report:
         draft = self.path.with_name(self.path.name + ".draft")
         draft.write_text(json.dumps(document, indent=1) + "\n")
         draft.replace(self.path)
-
-
-def measure(
-    report: Report,
-    known: MutableMapping[str, Figures],
-    ends: float,
-    *,
-    scale: float = 1.0,
-    clock: Callable[[], float] = time.monotonic,
-) -> None:
-    """Measure the lines that are left, one by one, until `clock` says `ends`.
-
-    A line that needs more time than is left (`scale` times its seconds) is skipped: a later one may
-    fit. `known` receives the figures of each line. Returns before the end after a line that raised
-    an error or poisons its process: the lines that are left need a fresh process.
-    """
-    for line in report.left:
-        need, left = scale * line.seconds, ends - clock()
-        if need > left:
-            report.note(line.name, f"{TIME}: it takes about {need:.0f} s, {left:.0f} s are left")
-            continue
-        report.note(line.name, RUNNING)
-        began = clock()
-        found = attempt(line)
-        if found["done"]:
-            known[line.name] = found["figures"]
-        report.note(line.name, **found, seconds=round(clock() - began, 3))
-        group, error = report.entries[line.name].group, found["error"]
-        print(
-            f"{group} / {line.name}: {found['verdict']} {told(found['figures'])}{error}", flush=True
-        )
-        if error or line.poisons:
-            return
 
 
 def attempt(line: Line) -> dict[str, Any]:

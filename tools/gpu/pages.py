@@ -19,7 +19,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tools.bench.machine import publish, table
+from tools.bench.page import publish, table
 from tools.gpu.lines import HOLDS, MEASURED, MISSED
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tools.gpu import correctness, hazards, inference, per_group, training
-from tools.gpu.bench import Bench
-from tools.gpu.lines import Group
+from tools.gpu.bench import Bench, found_device
+from tools.gpu.lines import Figures, Group
 
 
 @dataclass(frozen=True)
@@ -33,3 +34,12 @@ PARTS = (
     Part("training", 5, "training", training.states),
     Part("disk_peers", 6, "inference", inference.disk_peers),
 )
+
+
+def lines_of(
+    name: str, device: str, small: bool, place: Path, ends: float
+) -> tuple[Sequence[Group], dict[str, Figures]]:
+    """Make the lines of a part, in a process for them."""
+    bench = Bench(found_device(device), small, place, ends)
+    (part,) = (part for part in PARTS if part.name == name)
+    return part.groups(bench), bench.figures

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tierstore import TierStore, enable_group_offload
-from tierstore.cli.machine import direct_reads, huge_pages
+from tierstore.system.machine import direct_reads, huge_pages
 from tools.gpu.bench import Bench, checksum
 from tools.gpu.lines import Figures, Goal, Group, Line
 

@@ -1,154 +1,132 @@
 """The order in which parts are measured, each in processes of its own, within the time there is.
 
-Parts of one step run side by side. A part gets a fresh process whenever one has ended with lines
-left, by a fault or on purpose, so that no fault ends another line. A process is killed, with all
-that it has started, at the end of the time, or when its line takes much longer than it should.
+Parts of one step run side by side. A part gets a fresh process after an error, and after a line
+that poisons its process, so that no fault ends another line. A process is killed, with all that it
+has started, at the end of the time, or when its line takes much longer than it should.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
-import signal
-import subprocess
-import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
+from typing import Any
 
-import psutil
+from tools.bench.apart import Apart, Ended, Killed, Late, kill
+from tools.gpu.lines import NOT_RUN, TIME, Figures, Group, Line, Report, attempt
 
-from tools.gpu.lines import NOT_RUN, TIME, Report
-
-ROOT = Path(__file__).resolve().parents[2]
-START = 10.0
-"""Seconds that a process needs before its first line: it imports torch, and asks for the device."""
+Make = Callable[..., tuple[Sequence[Group], dict[str, Figures]]]
+"""Makes the lines of a part, and the figures of other lines that they refer to."""
 
 
-def environment() -> dict[str, str]:
-    """Return the environment for Python processes: the repository comes first on PYTHONPATH.
-
-    The rest of that path stays: torch itself may have been found there.
-    """
-    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
-
-
-def die_with(parent: int) -> None:
-    """End this process when its parent does, however that ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        sys.exit("the process that started this one has ended")
-
-
-def kill(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process that leads a session, its group, and all others that it has started."""
-    started: list[psutil.Process] = []
-    if process.returncode is None:  # otherwise its number may be another's
-        with suppress(psutil.NoSuchProcess):
-            started = psutil.Process(process.pid).children(recursive=True)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for each in started:
-        with suppress(psutil.NoSuchProcess):
-            each.kill()
-    process.wait()
+def measured(make: Make, arguments: tuple[Any, ...]) -> Generator[Any, Any, None]:
+    """Measure each line whose name comes, in a process for that; None asks for its threads."""
+    groups, known = make(*arguments)
+    lines = {line.name: line for group in groups for line in group.lines}
+    message = yield None
+    while message is not None:
+        name, figures = message
+        known |= figures
+        began = time.monotonic()
+        found = attempt(lines[name])
+        message = yield found | {"seconds": round(time.monotonic() - began, 3)}
+    yield sorted(x.name for x in threading.enumerate() if x is not threading.main_thread())
 
 
 @dataclass
 class Job:
-    """A part to measure: steps come one after the other; `words` start a process for its lines."""
+    """A part to measure: steps come one after the other; `make(*arguments)` gives its lines."""
 
     name: str
     step: int
     report: Report
-    words: Sequence[str]
-    process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    left: int = field(default=0, init=False)
-    """Lines left when the process was started."""
-    written: tuple[int, float] = field(default=(0, 0.0), init=False)
-    """The time of the file, and the clock's time when that was seen first."""
+    make: Make
+    arguments: tuple[Any, ...] = ()
 
 
 class Schedule:
-    """Measures jobs until `clock` says `ends`."""
+    """Measures jobs until time.monotonic says `ends`. Lines take `scale` times their seconds."""
 
-    def __init__(
-        self, jobs: Sequence[Job], ends: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._jobs = jobs
-        self._ends = ends
-        self._clock = clock
+    def __init__(self, jobs: Sequence[Job], ends: float, scale: float = 1.0) -> None:
+        self._jobs, self._ends, self._scale = jobs, ends, scale
+        self._processes: list[Apart] = []
 
     def run(self) -> None:
         """Measure what is left. No process of a job outlives this call."""
-        for job in self._jobs:
-            job.report.start_over()
         for _, jobs in groupby(self._jobs, key=lambda job: job.step):
-            running: list[Job] = []
-            try:
-                running += filter(self._starts, jobs)
-                while running:
-                    time.sleep(0.05)
-                    running = list(filter(self._goes_on, running))
-            finally:
-                for job in self._jobs:
-                    if job.process is not None:
-                        kill(job.process)
+            together = list(jobs)
+            with ThreadPoolExecutor(len(together)) as pool:
+                try:
+                    list(pool.map(self._measure, together))
+                except BaseException:
+                    self._ends = 0.0
+                    for process in self._processes:
+                        kill(process.process)
+                    raise
 
-    def _starts(self, job: Job) -> bool:
-        """Start a process for the lines that are left. Returns False if it needs none."""
-        job.process = None
-        job.left = len(job.report.left)
-        if job.left and self._clock() + START > self._ends:
-            self._skip(job, f"{TIME}: the others took it")
-        elif job.left:
-            job.process = subprocess.Popen(
-                job.words, cwd=ROOT, env=environment(), start_new_session=True
-            )
-            job.written = (0, self._clock())
-        return job.process is not None
+    def _left(self) -> float:
+        return self._ends - time.monotonic()
 
-    def _goes_on(self, job: Job) -> bool:
-        """Look after a process. Returns False once nothing of its job is left."""
-        assert job.process is not None
-        status = job.process.poll()
-        late = self._clock() >= self._ends
-        if status is None and not late and not self._hangs(job):
-            return True
-        kill(job.process)
-        job.report.read()
-        line = job.report.running
-        if status is None and late:
-            if line is not None:
+    def _measure(self, job: Job) -> None:
+        process: Apart | None = None
+        try:
+            for line in job.report.left:
+                if (need := self._scale * line.seconds) > (left := max(self._left(), 0.0)):
+                    why = f"it takes about {need:.0f} s, {left:.0f} s are left"
+                    job.report.note(line.name, f"{TIME}: {why}")
+                    continue
+                process = process or self._started(job)
+                if process is None:
+                    return
+                if not self._line(job, line, process):
+                    process.__exit__()
+                    process = None
+            if process is not None and (threads := process.ask(None)):
+                job.report.remark(f"threads of a process that ends: {', '.join(threads)}")
+        finally:
+            if process is not None:
+                process.__exit__()
+
+    def _started(self, job: Job) -> Apart | None:
+        process = Apart(measured, job.make, job.arguments)
+        self._processes.append(process)
+        try:
+            process.answer(max(self._left(), 0.0))
+        except (Ended, Killed) as error:
+            process.__exit__()
+            late = isinstance(error, Late)
+            if not late:
+                job.report.remark(f"no process starts: {error}")
+            why = f"{TIME}: no process has started" if late else f"{NOT_RUN}no process reaches it"
+            for line in job.report.left:
+                job.report.note(line.name, why)
+            return None
+        return process
+
+    def _line(self, job: Job, line: Line, process: Apart) -> bool:
+        """Measure a line. Returns whether the process can go on."""
+        known: Mapping[str, Figures] = {
+            name: found for each in self._jobs for name, found in each.report.figures.items()
+        }
+        left = self._left()
+        process.send((line.name, known))
+        try:
+            found = process.answer(max(min(line.limit, left), 0.0))
+        except Late:
+            if left <= line.limit:
                 job.report.note(line.name, f"{TIME}: it was cut")
-            self._skip(job, f"{TIME}: it ended before")
-        elif line is not None:
-            why = "it hung" if status is None else f"the process ended with status {status}"
-            job.report.ended(line, why)
-        elif status:
-            self._remark(job, status)
-        return self._starts(job)
-
-    def _hangs(self, job: Job) -> bool:
-        """Whether a line takes much longer than it should, since the file has told of it."""
-        with suppress(FileNotFoundError):
-            written = job.report.path.stat().st_mtime_ns
-            if written != job.written[0]:
-                job.written = (written, self._clock())
-                job.report.read()
-        line = job.report.running
-        return line is not None and self._clock() - job.written[1] > line.limit
-
-    def _remark(self, job: Job, status: int) -> None:
-        job.report.remark(f"a process ended with status {status} between lines")
-        if len(job.report.left) == job.left:
-            self._skip(job, f"{NOT_RUN}no process reaches it")
-
-    def _skip(self, job: Job, why: str) -> None:
-        for line in job.report.left:
-            job.report.note(line.name, why)
-            print(f"{job.name} / {line.name}: {why}", flush=True)
+            else:
+                job.report.ended(line, "it hung")
+            return False
+        except (Ended, Killed):
+            if self._left() <= 0:  # this schedule has killed it
+                job.report.note(line.name, f"{TIME}: it was cut")
+            else:
+                status = process.process.returncode
+                job.report.ended(line, f"the process ended with status {status}")
+            return False
+        job.report.note(line.name, found.pop("verdict"), **found)
+        return not (found["error"] or line.poisons)

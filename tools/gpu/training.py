@@ -31,7 +31,7 @@ from tools.gpu.lines import Figures, Goal, Group, Line, Unavailable
 
 NONE = "nothing offloaded"
 PLAIN = {True: "plain, fused", False: "plain, not fused"}
-LEARNING = {"lr": 1e-4}
+LEARNING = {"lr": train_offload.ARGUMENTS["lr"]}
 EQUAL = Goal("differing", at_most=0)
 WARM_UP = 2
 ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -78,14 +78,14 @@ class Activations:
     """Steps of a model whose weights and gradients stay on the device."""
 
     FULL = ActivationCase(
-        train_offload.Case(4096, 16, 4, 4096, steps=4, rounds=1),
+        train_offload.Case(4096, 16, 4, 4096, steps=4),
         60 * 10**9,
         6 * 10**9,
         1 << 20,
         torch.bfloat16,
     )
     SMALL = ActivationCase(
-        train_offload.Case(128, 3, 2, 32, steps=2, rounds=1), 40 << 20, 2 << 20, 4096, torch.float32
+        train_offload.Case(128, 3, 2, 32, steps=2), 40 << 20, 2 << 20, 4096, torch.float32
     )
 
     def __init__(self, bench: Bench) -> None:
@@ -227,8 +227,8 @@ def loss_of(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, y: t
 class States:
     """Steps of training with what is trained somewhere else than on the device."""
 
-    FULL = train_offload.Case(2048, 20, 4, 2048, steps=3, rounds=1)
-    SMALL = train_offload.Case(128, 3, 2, 16, steps=2, rounds=1)
+    FULL = train_offload.Case(2048, 20, 4, 2048, steps=3)
+    SMALL = train_offload.Case(128, 3, 2, 16, steps=2)
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -326,37 +326,17 @@ class States:
     @contextmanager
     def fsdp(self, place: Path) -> Iterator[Step]:
         """FSDP2 with one rank."""
-        import torch.distributed as dist
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-
         kind = self.bench.device.type
         if kind != "cuda":
             raise Unavailable("FSDP2 needs a CUDA device to offload from")
-        backend = f"cpu:gloo,{kind}:nccl"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        try:
-            mesh = init_device_mesh(kind, (1,))
-            model = train_offload.build(self.case)
-            for block in model:
-                if isinstance(block, train_offload.Block):
-                    fully_shard(block, mesh=mesh, offload_policy=CPUOffloadPolicy())
-            fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy())
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True, **LEARNING)
-            yield stepping(model, optimizer)
-        finally:
-            dist.destroy_process_group()
+        with train_offload.by_fsdp(self.case, place, kind, f"cpu:gloo,{kind}:nccl") as training:
+            yield stepping(training.model, training.optimizer)
 
     @contextmanager
     def torchao(self, place: Path) -> Iterator[Step]:
         installed("torchao")
-        from torchao.optim import CPUOffloadOptimizer
-
-        model = train_offload.build(self.case).to(self.bench.device)
-        optimizer = CPUOffloadOptimizer(
-            model.parameters(), torch.optim.AdamW, fused=True, **LEARNING
-        )
-        yield stepping(model, optimizer)
+        with train_offload.by_torchao(self.case, place, str(self.bench.device)) as training:
+            yield stepping(training.model, training.optimizer)
 
     @contextmanager
     def deepspeed(self, place: Path) -> Iterator[Step]:

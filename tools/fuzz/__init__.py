@@ -1,1 +1,0 @@
-"""Coverage-guided fuzzing of everything that reads what somebody else may have written."""
