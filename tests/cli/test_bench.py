@@ -14,8 +14,8 @@ import pytest
 
 from tests.cli.conftest import Inspect, command, environment, on_terminal, start
 from tests.helpers.files import open_files
-from tierstore.cli import words
-from tierstore.cli.disk_speed import known_speed, remember
+from tierstore.model import formatting
+from tierstore.tiers.disk_speed import known_speed
 
 SMALL = "--size", "64MiB"
 
@@ -47,7 +47,9 @@ def test_what_people_are_told(there: Path, inspect: Inspect) -> None:
     result = inspect("bench", there, *SMALL)
     assert result.exit_code == 0
     reads, writes = result.stdout.splitlines()
-    assert reads == f"reads     {words.size(known_speed(there) or 0, words.Units.DECIMAL)}/s"
+    assert (
+        reads == f"reads     {formatting.size(known_speed(there) or 0, formatting.Units.DECIMAL)}/s"
+    )
     assert re.fullmatch(
         r"writes    \S+ [KMG]B/s into a new file, \S+ [KMG]B/s over what is there", writes
     )
@@ -55,19 +57,6 @@ def test_what_people_are_told(there: Path, inspect: Inspect) -> None:
     assert re.search(
         r"^Wrote 64\.0 MiB twice and read it 5 times, in ", result.stderr, re.MULTILINE
     )
-
-
-def test_that_a_former_measurement_is_replaced_is_said(there: Path, inspect: Inspect) -> None:
-    first = inspect("bench", there, *SMALL)
-    assert "instead of" not in first.stderr
-    remember(there, 777e9)
-    second = inspect("bench", there, *SMALL)
-    assert "remembered for this disk instead of 777.0 GB/s, in " in second.stderr
-    assert known_speed(there) != 777e9
-    remember(there, 777e9)
-    document = inspect.json("bench", there, *SMALL)
-    assert document["replaced"] == 777e9
-    assert known_speed(there) != 777e9
 
 
 @pytest.mark.parametrize(
@@ -113,12 +102,7 @@ def test_a_cache_that_cannot_be_written_is_no_failure(
     assert json.loads(result.stdout)["remembered_in"] is None
 
 
-def test_a_directory_in_which_nothing_may_be_made(there: Path, inspect: Inspect) -> None:
-    result = inspect("bench", "/proc", *SMALL)
-    assert result.exit_code == 1
-    assert "Error" in result.stderr
-
-
+@pytest.mark.full("runs a benchmark twice")
 def test_a_bar_is_drawn_on_a_terminal_only(there: Path) -> None:
     shown = on_terminal("bench", there, *SMALL, COLUMNS="100")
     assert shown.exit_code == 0
@@ -128,13 +112,6 @@ def test_a_bar_is_drawn_on_a_terminal_only(there: Path) -> None:
     assert run.returncode == 0
     assert "Writing" not in run.stdout + run.stderr
     assert json.loads(run.stdout)["read"]
-
-
-def test_it_needs_no_torch(there: Path) -> None:
-    after = "print([n for n in ('torch', 'numpy') if n in sys.modules], file=sys.stderr)"
-    run = start("bench", there, *SMALL, after=after)
-    assert run.returncode == 0
-    assert run.stderr.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

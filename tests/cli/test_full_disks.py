@@ -5,10 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import stat
 import subprocess
-import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -18,7 +15,6 @@ from safetensors.torch import save_file
 from tests.cli.conftest import Inspect, command, environment
 from tests.helpers.events import before
 from tests.helpers.system_calls import system_call
-from tierstore import TierStore
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -110,42 +106,3 @@ def test_a_checkpoint_that_may_not_be_read_is_no_wrong_use(
         result = inspect("plan", place / "vae", "--ram", "1MB")
     assert (result.exit_code, "Permission denied" in result.stderr) == (1, True), result.stderr
     assert inspect("plan", tmp_path / "missing", "--ram", "1MB").exit_code == 2
-
-
-# --- where a trace goes ---------------------------------------------------------------------------
-
-
-def test_traces_that_are_written_at_the_same_time_are_whole(tmp_path: Path, disk_dir: Path) -> None:
-    path, errors = tmp_path / "t.json", []
-
-    def write(store: TierStore) -> None:
-        try:
-            for _ in range(20):
-                store.trace(path)
-                json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            errors.append(error)
-
-    with TierStore("1MiB", disk_dir, device="cpu") as store:
-        threads = [threading.Thread(target=write, args=(store,)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not errors
-    assert os.listdir(tmp_path) == ["t.json"] or set(os.listdir(tmp_path)) == {"t.json", "store"}
-
-
-def test_a_trace_goes_to_where_a_link_leads_and_into_a_pipe(tmp_path: Path, disk_dir: Path) -> None:
-    link, pipe = tmp_path / "link.json", tmp_path / "pipe"
-    link.symlink_to(tmp_path / "target.json")
-    os.mkfifo(pipe)
-    reader = subprocess.Popen([sys.executable, "-c", f"print(len(open({str(pipe)!r}).read()))"],
-                              stdout=subprocess.PIPE)  # fmt: skip
-    with TierStore("1MiB", disk_dir, device="cpu") as store:
-        store.trace(link)
-        store.trace(pipe)
-    assert int(reader.communicate(timeout=60)[0]) > 100
-    assert link.is_symlink()
-    assert json.loads((tmp_path / "target.json").read_text())["traceEvents"]
-    assert stat.S_ISFIFO(pipe.stat().st_mode)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests import pipelines
-from tests.accelerator import ACCELERATOR, needs_accelerator
 from tests.cli.conftest import Inspect, start
-from tests.helpers.engine import core_of
-from tierstore import TierStore, enable_group_offload
-from tierstore.cli.disk_speed import remember
-from tierstore.model.sizes import PAGE, parse_size
-from tierstore.model.tiers import Tier
-from tierstore.plan.loop_plan import Loop, Step
-from tierstore.plan.loop_planner import WORTH
-from tierstore.simulation import simulate_loop
-from tierstore.trace import read_trace
+from tierstore.model.sizes import parse_size
+from tierstore.tiers.disk_speed import remember
 
 MB = 1_000_000
 BLOCKS = 12
@@ -90,39 +80,6 @@ def test_blocks_are_groups_in_numerical_order(inspect: Inspect, checkpoint: Path
     least = sum(t.nbytes for t in weights().values())
     assert found["components"][0]["nbytes"] == least
     assert least <= sum(sizes) <= least + 2 * 4096 * len(sizes)
-
-
-def test_blocks_that_are_large_for_the_budget_are_cut(inspect: Inspect, checkpoint: Path) -> None:
-    found = inspect.json("plan", checkpoint, "--ram", "1MB", "--groups")
-    assert "blocks.2.up" in keys_of(found)
-    assert "blocks.2.down" in keys_of(found)
-
-
-def test_leaves_share_smaller_groups(inspect: Inspect, checkpoint: Path) -> None:
-    leaves = "--groups", "--offload-type", "leaf_level"
-    found = inspect.json("plan", checkpoint, "--ram", "3MB", *leaves)
-    assert "blocks.2.up" in keys_of(found)
-    found = inspect.json("plan", checkpoint, "--ram", "300MB", *leaves)
-    assert keys_of(found) == ["embed"]
-
-
-def test_a_directory_and_an_index_are_checkpoints_too(inspect: Inspect, tmp_path: Path) -> None:
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    save_file(weights(), whole / "model.safetensors")
-    sharded = tmp_path / "sharded"
-    sharded.mkdir()
-    names = list(weights())
-    shards = {"a.safetensors": names[: len(names) // 2], "b.safetensors": names[len(names) // 2 :]}
-    for shard, members in shards.items():
-        save_file({name: weights()[name] for name in members}, sharded / shard)
-    index = {"weight_map": {name: shard for shard in shards for name in shards[shard]}}
-    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    found = [
-        inspect.json("plan", place, "--ram", "2.5MB", "--groups") for place in (whole, sharded)
-    ]
-    assert keys_of(found[0]) == keys_of(found[1])
-    assert len(keys_of(found[0])) == BLOCKS + 2
 
 
 def test_only_headers_are_read(inspect: Inspect, tmp_path: Path) -> None:
@@ -202,7 +159,7 @@ def test_of_a_component_that_there_is_not_the_others_are_named(
         result = inspect("plan", pipeline, "--component", wrong)
         assert result.exit_code == 2
         assert f"no component {wrong!r}" in result.stderr
-        assert "It has these: transformer, transformer_2, vae." in result.stderr
+        assert "it has these: transformer, transformer_2, vae" in result.stderr
 
 
 def test_for_a_json_file_that_is_no_index_its_directory_is_named(
@@ -229,27 +186,12 @@ def test_for_a_json_file_that_is_no_index_its_directory_is_named(
 # --- what is told ---------------------------------------------------------------------------------
 
 
-def test_what_fits_is_read_once(inspect: Inspect, checkpoint: Path) -> None:
-    found = inspect.json("plan", checkpoint, "--ram", "10MB", "--disk-bandwidth", "1GB/s")
-    step = step_of(found)
-    in_file = sum(tensor.nbytes for tensor in weights().values())
-    assert (step["read"], step["first_read"], step["resident"]) == (0, in_file, in_file)
-    assert (step["seconds"], step["stalled_seconds"]) == (0, 0)
-
-
 def test_with_no_computing_the_disk_is_the_limit(inspect: Inspect, checkpoint: Path) -> None:
     found = inspect.json("plan", checkpoint, "--ram", "2MB", "--disk-bandwidth", "1GB/s")
     step = step_of(found)
     assert step["read"] >= found["components"][0]["nbytes"] - 2 * MB
     assert step["seconds"] == pytest.approx(step["read"] / 1e9, rel=0.05)
     assert step["stalled_seconds"] == pytest.approx(step["seconds"])
-
-
-def test_computing_may_be_the_limit(inspect: Inspect, checkpoint: Path) -> None:
-    options = "--ram", "2MB", "--disk-bandwidth", "1GB/s", "--compute", "60"
-    step = step_of(inspect.json("plan", checkpoint, *options))
-    assert step["seconds"] == pytest.approx(60, rel=WORTH)
-    assert step["stalled_seconds"] == pytest.approx(0, abs=60 * WORTH)
 
 
 @pytest.mark.parametrize(
@@ -324,11 +266,6 @@ def test_a_budget_below_the_largest_group_is_refused_with_one_that_will_do(
     assert inspect("plan", checkpoint, "--ram", f"{needed - 1}B").exit_code == 2
 
 
-def test_a_budget_below_three_groups_is_remarked_on(inspect: Inspect, checkpoint: Path) -> None:
-    assert "hardly overlap" in inspect("plan", checkpoint, "--ram", "300KB").stderr
-    assert "hardly overlap" not in inspect("plan", checkpoint, "--ram", "500KB").stderr
-
-
 def test_a_budget_that_is_enough_is_not_said_to_be_narrow(
     inspect: Inspect, checkpoint: Path
 ) -> None:
@@ -360,27 +297,6 @@ def test_a_time_may_be_what_a_progress_bar_shows(
     assert found["compute_seconds"] == seconds
 
 
-def test_the_numbers_of_a_column_have_as_many_decimals(inspect: Inspect, checkpoint: Path) -> None:
-    options = "--disk-bandwidth", "1GB/s", "--compute", "0.001"
-    lines = inspect("plan", checkpoint, *options).stdout.splitlines()
-    (title,) = (number for number, line in enumerate(lines) if "SECONDS" in line)
-    end = lines[title].index("SECONDS") + len("SECONDS")
-    told = [line[:end].split()[-1] for line in lines[title + 1 : lines.index("", title)]]
-    assert len(told) >= 5
-    assert {len(each.partition(".")[2]) for each in told} == {4}
-    plans = inspect.json("plan", checkpoint, *options)["plans"]
-    seconds = [plan["steps"][0]["seconds"] for plan in plans]
-    assert [float(each) for each in told] == pytest.approx(seconds, abs=0.00006)
-
-
-def test_a_device_budget_below_the_largest_group_is_refused(
-    inspect: Inspect, checkpoint: Path
-) -> None:
-    result = inspect("plan", checkpoint, "--ram", "1GB", "--device", "100KB")
-    assert result.exit_code == 2
-    assert "--device is too small" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("options", "told"),
     [
@@ -391,7 +307,7 @@ def test_a_device_budget_below_the_largest_group_is_refused(
         (["--ram", "8GB", "--disk-bandwidth", "3/s"], "no unit"),
         (["--ram", "8GB", "--link-bandwidth", "3GB/s"], "no link"),
         (["--ram", "8GB", "--component", "vae"], "no component 'vae'"),
-        (["--ram", "8GB", "--component", "vae"], "It has no components: leave --component out"),
+        (["--ram", "8GB", "--component", "vae"], "it has no components, leave --component out"),
         (["--ram", "8GB", "--compute", "soon"], "such as 1.5s/it or 3.2it/s"),
         (["--ram", "8GB", "--disk", "3GB/s"], "Did you mean '--disk-bandwidth'?"),
         (["--ram", "8GB", "--device", "auto"], "half of the free memory"),
@@ -415,7 +331,7 @@ def test_what_is_no_checkpoint_is_said_to_be_none(
     result = inspect("plan", tmp_path, "--ram", "8GB")
     assert result.exit_code == 2
     assert str(tmp_path) in result.stderr
-    assert "Give" in result.stderr
+    assert "give" in result.stderr.lower()
 
 
 def test_of_two_variants_the_one_that_libraries_read_is_counted(
@@ -456,198 +372,3 @@ def test_plan_leaves_torch_alone(checkpoint: Path) -> None:
     run = start("plan", checkpoint, "--ram", "2MB", "--json", after=tell)
     assert run.returncode == 0, run.stderr
     assert run.stderr.splitlines()[-1] == "False True"
-
-
-# --- against real runs ----------------------------------------------------------------------------
-
-Built = Callable[[str, str], Path]
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """`built(kind, size)`: a real checkpoint."""
-    root = tmp_path_factory.mktemp("checkpoints")
-
-    def find(kind: str, size: str) -> Path:
-        place = root / f"{kind}-{size}"
-        return place if place.exists() else pipelines.BUILDERS[kind](place, size)
-
-    return find
-
-
-def budget_of(pipe: Any, share: float) -> int:
-    return int(pipelines.weight_bytes(pipe) * share)
-
-
-def without_prefix(key: str) -> str:
-    """A key of a run, `FluxPipeline-0/transformer/norm`, without what names the run."""
-    return key.partition("/")[2]
-
-
-@pytest.mark.full("the model, and how it is cut", keep="values")
-@pytest.mark.parametrize("offload_type", ["block_level", "leaf_level"])
-@pytest.mark.parametrize("share", [0.34, 0.8])
-@pytest.mark.parametrize("kind", ["flux", "wan", "sdxl", "llama"])
-def test_the_groups_are_those_of_a_real_run(
-    inspect: Inspect, built: Built, disk_dir: Path, kind: str, share: float, offload_type: str
-) -> None:
-    pipe = pipelines.load(kind, built(kind, "tiny"))
-    budget = budget_of(pipe, share)
-    with (
-        TierStore(budget, disk_dir, device="cpu") as store,
-        enable_group_offload(pipe, store, offload_type=offload_type) as handle,
-    ):
-        sizes = {group.key: group.nbytes for group in store.snapshot().groups}
-        real = {
-            (key.split("/")[1], *sorted(names)): sizes[key] for key, names in handle.groups.items()
-        }
-        assert store.stats().bytes_written == 0
-    options = "--ram", f"{budget}B", "--offload-type", offload_type
-    found = inspect.json("plan", built(kind, "tiny"), *options, "--groups")
-    told = {
-        (part["name"] or group["key"], *sorted(group["tensors"])): group["nbytes"]
-        for part in found["plans"][0]["components"]
-        for group in part["groups"]
-    }
-    if kind == "wan":  # in its autoencoder, the order of the modules is not the customary one
-        real, told = ({k: n for k, n in g.items() if k[0] != "vae"} for g in (real, told))
-    assert told == real
-    assert len(told) > 10
-
-
-@needs_accelerator
-@pytest.mark.parametrize("ram", [0.1, 0.5])
-def test_plan_device_groups_equal_a_store(
-    ram: float, inspect: Inspect, built: Built, disk_dir: Path
-) -> None:
-    """A block that is larger than a group is in several, each with a key of its own."""
-    pipe = pipelines.load("flux", built("flux", "tiny"))
-    budget, on_device = budget_of(pipe, ram), budget_of(pipe, 2.0)
-    store = TierStore(budget, disk_dir, device=ACCELERATOR, device_budget=on_device)
-    with store, enable_group_offload(pipe, store) as handle:
-        sizes = {group.key: group.nbytes for group in store.snapshot().groups}
-        real = {without_prefix(k): (sizes[k], sorted(names)) for k, names in handle.groups.items()}
-    real.pop("text_encoder/resident")  # small buffers, which stay on the device
-    options = "--ram", f"{budget}B", "--device", f"{on_device}B", "--groups"
-    (plan,) = inspect.json("plan", built("flux", "tiny"), *options)["plans"]
-    told = {
-        group["key"]: (group["nbytes"], sorted(group["tensors"]))
-        for part in plan["components"]
-        for group in part["groups"]
-    }
-    assert told == real
-    assert any(key.endswith(".2") for key in told)
-
-
-def test_plan_device_bytes_add_up_to_the_weights(inspect: Inspect, tmp_path: Path) -> None:
-    """Blocks of several groups, on a device that holds half of them."""
-    block = {f"{name}.weight": torch.zeros(64, 1024) for name in ("qkv", "wide", "narrow", "out")}
-    weights = {f"blocks.{n}.{k}": t.clone() for n in range(16) for k, t in block.items()}
-    save_file(weights, tmp_path / "model.safetensors")
-    nbytes = sum(tensor.nbytes for tensor in weights.values())
-    speeds = "--disk-bandwidth", "1GB/s", "--link-bandwidth", "10GB/s"
-    budgets = "--ram", f"{nbytes // 3}B", "--device", f"{nbytes // 2}B"
-    (plan,) = inspect.json("plan", tmp_path, *budgets, *speeds, "--groups")["plans"]
-    (step,) = plan["steps"]
-    groups = [group for part in plan["components"] for group in part["groups"]]
-    assert len({group["key"] for group in groups}) == len(groups) > 16
-    padded = sum(group["nbytes"] for group in groups)
-    assert nbytes <= padded <= nbytes + PAGE * len(weights), "tensors may begin inside a page"
-    assert abs(step["resident"] + step["read"] - nbytes) <= 1
-    assert step["onloaded"] >= 0.9 * (nbytes - nbytes // 2)
-
-
-def steps_of(path: Path, prefix: str, first: str) -> tuple[dict[str, int], list[list[str]]]:
-    """The groups of a recorded run, and the order of their uses in each step."""
-    recorded = read_trace(path)
-    groups = {without_prefix(key): nbytes for key, nbytes in recorded.groups}
-    steps: list[list[str]] = []
-    for key in (without_prefix(key) for key, _ in recorded.uses):
-        if not key.startswith(prefix) or (steps and steps[-1][-1:] == [key]):
-            continue
-        if key == first:
-            steps.append([])
-        steps[-1].append(key)
-    return groups, steps
-
-
-def source_bytes(store: TierStore, key: str) -> int:
-    """What reading a group adds to `stats().bytes_read`."""
-    source = core_of(store).mover.entry(core_of(store).current[key]).source
-    assert source is not None
-    return source.nbytes
-
-
-@pytest.mark.parametrize("kind", ["flux", "llama"])
-def test_a_step_is_the_one_of_a_real_run(
-    inspect: Inspect, built: Built, disk_dir: Path, tmp_path: Path, kind: str
-) -> None:
-    """The order of uses is the real one, so that the planner, on that order, reads as predicted."""
-    pipe = pipelines.load(kind, built(kind, "small"))
-    budget = budget_of(pipe, 0.8)
-    options = "--groups", "--ram", f"{budget}B", "--disk-bandwidth", "1GB/s", "--compute", "0.1"
-    found = inspect.json("plan", built(kind, "small"), *options)
-    step = step_of(found)
-    plan = found["plans"][0]
-    (part,) = [p for p in plan["components"] if p["name"] == step["component"]]
-
-    with TierStore(budget, disk_dir, device="cpu") as store, enable_group_offload(pipe, store):
-        pipelines.run(kind, pipe, steps=6)
-        store.trace(tmp_path / "trace.json")
-        in_files = {without_prefix(key): source_bytes(store, key) for key in store}
-    keys = [group["key"] for group in part["groups"]]
-    groups, steps = steps_of(tmp_path / "trace.json", part["name"], keys[0])
-    assert len(steps) >= 6
-    assert all(order == keys for order in steps)
-
-    steps_planned = [
-        Step(key, (number,), 0.1 * groups[key] / part["nbytes"]) for number, key in enumerate(keys)
-    ]
-    loop = Loop(tuple(steps_planned), tuple(groups[key] for key in keys))
-    budgets = {Tier.HOST: plan["ram"], Tier.DISK: None}
-    speeds = {(Tier.DISK, Tier.HOST): 1e9}
-    *_, last = simulate_loop(loop, budgets, 4, bandwidth=speeds, tile=max(loop.sizes))
-    assert last.planned
-    assert step["read"] == sum(n * in_files[keys[group]] for group, n in last.reads.items())
-    assert part["nbytes"] - plan["ram"] <= step["read"] < part["nbytes"]
-
-
-@pytest.mark.parametrize("kind", ["flux", "llama"])
-def test_a_real_run_reads_as_predicted_where_all_fits(
-    inspect: Inspect, built: Built, disk_dir: Path, kind: str
-) -> None:
-    pipe = pipelines.load(kind, built(kind, "tiny"))
-    budget = 2 * pipelines.weight_bytes(pipe)
-    found = inspect.json("plan", built(kind, "tiny"), "--ram", f"{budget}B")
-    step = step_of(found)
-    with TierStore(budget, disk_dir, device="cpu") as store, enable_group_offload(pipe, store):
-        pipelines.run(kind, pipe, steps=2)
-        before = store.stats().bytes_read
-        pipelines.run(kind, pipe, steps=2)
-        read = store.stats().bytes_read
-    assert read - before == step["read"] == 0
-    assert 0.97 * step["first_read"] <= before
-    assert before <= sum(part["nbytes"] for part in found["components"])
-
-
-@pytest.mark.full("three runs of a model")
-def test_a_real_run_reads_what_is_told_at_each_budget(
-    inspect: Inspect, built: Built, disk_dir: Path
-) -> None:
-    """How much is fetched early depends on times: here on those of whatever machine this is."""
-    pipe = pipelines.load("flux", built("flux", "small"))
-    budgets = [budget_of(pipe, share) for share in (0.2, 0.4, 0.6)]
-    words = [word for budget in budgets for word in ("--ram", f"{budget}B")]
-    options = "--disk-bandwidth", "1GB/s", "--compute", "0.2"
-    plans = inspect.json("plan", built("flux", "small"), *words, *options)["plans"]
-    told = [plan["steps"][0]["read"] for plan in plans]
-    came = []
-    for budget in budgets:
-        with TierStore(budget, disk_dir, device="cpu") as store, enable_group_offload(pipe, store):
-            pipelines.run("flux", pipe, steps=4)
-            before = store.stats().bytes_read
-            pipelines.run("flux", pipe, steps=12)
-            came.append((store.stats().bytes_read - before) / 12)
-    assert told[0] > told[1] > told[2] > 0
-    weights = pipelines.weight_bytes(pipe)
-    assert came == pytest.approx(told, abs=0.1 * weights)

@@ -6,8 +6,7 @@ import errno
 import json
 import os
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.cli.conftest import Inspect, on_terminal, put, tree
+from tests.cli.conftest import Inspect, put, tree
 from tests.cli.damage import empty, extend, flip_header, truncate
-from tests.cli.repairing import by_deleting
 from tests.helpers.events import before
 from tests.helpers.files import flip_bit, object_file
-from tests.helpers.processes import output_of, run_python
+from tests.helpers.processes import run_python
 from tests.helpers.system_calls import Call, system_call
-from tierstore import TierStore, UnknownKeyError
-from tierstore.cli import checksums, quarantine
-from tierstore.model.errors import CorruptDataError, TransferError
+from tests.inspection.repairing import by_deleting
+from tierstore import TierStore
+from tierstore.errors import CorruptDataError, TransferError, UnknownKeyError
+from tierstore.inspection import checksums, quarantine
 from tierstore.system.objects import object_name
 from tierstore.tiers.directory import ObjectDirectory
 
@@ -185,17 +184,6 @@ def test_what_keeps_a_store_from_opening_is_damage(
         assert len(opened) == (0 if name == "objects" else 3)
 
 
-def test_a_lock_that_is_no_file_is_told_of(store: Path, tmp_path: Path, inspect: Inspect) -> None:
-    (store / "LOCK").unlink()
-    (store / "LOCK").symlink_to(tmp_path / "elsewhere")
-    (problem,) = inspect.json("verify", store, code=3)["problems"]
-    assert problem["path"] == str(store / "LOCK")
-    result = inspect("verify", store, "--repair")
-    assert result.exit_code == 1
-    assert "LOCK" in result.stderr
-    assert not (tmp_path / "elsewhere").exists()
-
-
 def test_without_its_damaged_marker_a_store_has_all_its_groups(
     store: Path, inspect: Inspect
 ) -> None:
@@ -348,32 +336,6 @@ def test_neither_prune_nor_the_store_touches_it(quarantined: Path, inspect: Insp
     assert tree(quarantined / "quarantine") == before
 
 
-def test_it_can_be_put_back_or_removed_by_hand(quarantined: Path, inspect: Inspect) -> None:
-    (moved,) = (quarantined / "quarantine").glob("*.safetensors")
-    shutil.move(moved, object_file(quarantined, "b"))
-    assert inspect("verify", quarantined).exit_code == 3
-    shutil.rmtree(quarantined / "quarantine")
-    assert inspect("verify", quarantined, "--repair").exit_code == 0
-    assert inspect.json("ls", quarantined)["quarantine"]["count"] == 1
-
-
-def test_weights_of_a_model_are_read_too(disk_dir: Path, inspect: Inspect) -> None:
-    weights = {"weight": torch.randn(64, 64)}
-    with TierStore(1 << 20, disk_dir, device="cpu") as store:
-        store.register("model/layer", weights)
-        (key,) = store.keys("weights/")
-    path = object_file(disk_dir, key)
-    assert inspect("verify", disk_dir, "--data").exit_code == 0
-    flip_bit(path, path.stat().st_size - 1)
-    assert inspect.json("verify", disk_dir, "--data", "--repair")["problems"][0]["key"] == key
-    with TierStore(1 << 20, disk_dir, device="cpu") as store:
-        store.register("model/layer", weights)  # written again: it is not there
-        got = store.get("model/layer")
-        assert isinstance(got, dict)
-        assert torch.equal(got["weight"], weights["weight"])
-    assert inspect("verify", disk_dir, "--data").exit_code == 0
-
-
 # What is no damage -------------------------------------------------------------------------------
 
 
@@ -511,46 +473,3 @@ def test_what_changes_meanwhile_is_left(store: Path, inspect: Inspect) -> None:
     assert problem["left"] == "it has just changed: verify again"
     assert path.read_bytes() == b"another"
     assert inspect("verify", store, "--repair").exit_code == 0
-
-
-def test_a_person_sees_where_it_went(store: Path) -> None:
-    flip_data(object_file(store, "b"), store)
-    shown = on_terminal("verify", store, "--data", "--repair", COLUMNS="200")
-    assert shown.exit_code == 0
-    assert f"put away  {store}/quarantine/" in shown.output
-    assert "[y/N]" not in shown.output
-
-
-# Dying -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def in_memory(tmp_path: Path) -> Iterator[Path]:
-    """A directory on a file system in memory, if there is one: syncs cost nothing there."""
-    if not os.access("/dev/shm", os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(prefix="tierstore-", dir="/dev/shm") as directory:
-        yield Path(directory)
-
-
-def dying(way: str, place: Path) -> list[tuple[str, str, str]]:
-    """Where the repair died, what was found then, and after the next repair."""
-    output = output_of("-m", "tests.cli.repairing", place / "store", way, timeout=300)
-    return [(call, found, after) for call, found, after in map(json.loads, output.splitlines())]
-
-
-def test_it_dies_at_any_system_call_and_nothing_is_lost(in_memory: Path) -> None:
-    found = dying("moving", in_memory)
-    assert {"mkdir", "open", "fsync", "rename"} <= {call for call, _, _ in found}
-    states = [state for _, state, _ in found]
-    assert set(states) == {"in place", "in quarantine"}
-    assert states == sorted(states, key=["in place", "in quarantine"].index), "one step"
-    assert {after for _, _, after in found} == {"in quarantine"}
-
-
-@pytest.mark.parametrize(("way", "wrong"), [("copying", "2 places"), ("deleting", "0 places")])
-def test_a_repair_of_several_steps_is_caught_in_between(
-    in_memory: Path, way: str, wrong: str
-) -> None:
-    assert wrong in [state for _, state, _ in dying(way, in_memory)]

@@ -96,17 +96,6 @@ def test_a_replay_is_what_the_planner_does_with_the_recorded_uses(
     assert run["late"] == outcome.late
 
 
-def test_more_memory_reads_less(inspect: Inspect, trace: Path) -> None:
-    budgets = [f"{WHOLE * share // 4}B" for share in (1, 2, 3, 4)]
-    options = [word for budget in budgets for word in ("--ram", budget)]
-    runs = inspect.json("replay", trace, *options)["runs"][1:]
-    read = [run["read"] for run in runs]
-    assert read == sorted(read, reverse=True)
-    assert read[-1] == WHOLE, "each group once"
-    assert read[0] > 3 * WHOLE
-    assert runs[-1]["stalled_seconds"] < runs[0]["stalled_seconds"]
-
-
 def test_policies_stand_side_by_side(inspect: Inspect, trace: Path) -> None:
     options = "--policy", "next-use", "--policy", "lru", "--ram", f"{HALF}B", "--ram", f"{WHOLE}B"
     runs = inspect.json("replay", trace, *options)["runs"][1:]
@@ -129,13 +118,6 @@ def test_a_device_can_be_tried(inspect: Inspect, trace: Path) -> None:
     table = inspect("replay", trace, "--ram", "10MB", "--device", f"{HALF}B")
     assert "ONLOADED" in table.stdout
     assert "ONLOADED" not in inspect("replay", trace).stdout
-
-
-def test_a_recorded_device_keeps_its_budget(inspect: Inspect, trace: Path, tmp_path: Path) -> None:
-    budgets = {"DEVICE": HALF, "HOST": WHOLE, "DISK": None}
-    path = edited(trace, tmp_path / "device.json", budgets=budgets)
-    runs = inspect.json("replay", path, "--ram", "10MB")["runs"]
-    assert [run["device"] for run in runs] == [HALF, HALF]
 
 
 def test_the_table_is_for_people(inspect: Inspect, trace: Path) -> None:
@@ -221,18 +203,6 @@ def test_a_trace_without_events_is_replayed_as_well(
     assert "decisions" not in result.stdout
 
 
-@pytest.mark.parametrize("row", [5, [], [[]], [[0, "Leasd", ["a", 1]]], [["noon", "Filled", 5]]])
-def test_a_row_that_is_no_event_is_told(
-    inspect: Inspect, trace: Path, tmp_path: Path, row: Any
-) -> None:
-    record = {**record_in(trace), "handled": [row]}
-    path = edited(trace, tmp_path / "edited.json", events=record)
-    for command in ("replay", "trace"):
-        result = inspect(command, path)
-        assert result.exit_code == 2
-        assert "'events' is no record of events: event 1: " in result.stderr
-
-
 def test_a_budget_below_a_group_is_told_beside_the_others(inspect: Inspect, trace: Path) -> None:
     result = inspect("replay", trace, "--ram", "8KB", "--ram", "10MB")
     assert result.exit_code == 0
@@ -250,23 +220,6 @@ def test_a_trace_that_lost_events_says_so(inspect: Inspect, trace: Path, tmp_pat
     assert "5 oldest events" in inspect("replay", path).stderr
 
 
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        ("", "cannot be read as a trace"),
-        ('{"traceEvents": []}', "cannot be read as a trace"),
-        (None, "failed"),
-    ],
-)
-def test_what_is_no_trace(inspect: Inspect, tmp_path: Path, content: str | None, told: str) -> None:
-    path = tmp_path / "run.json"
-    if content is not None:
-        path.write_text(content)
-    result = inspect("replay", path)
-    assert result.exit_code == (1 if content is None else 2)
-    assert told in result.stderr
-
-
 def test_a_trace_without_uses_cannot_be_replayed(
     inspect: Inspect, trace: Path, tmp_path: Path
 ) -> None:
@@ -282,7 +235,7 @@ def test_times_without_end_are_in_no_document(
     result = inspect("replay", path, "--json")
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert "without end" in result.stderr
+    assert "infinite" in result.stderr
 
 
 def test_replay_leaves_torch_alone(trace: Path) -> None:

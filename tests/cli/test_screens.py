@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from pathlib import Path
 
 import click
 import pytest
 
-from tests.cli.conftest import Inspect, float_block, on_terminal, put, start
+from tests.cli.conftest import Inspect, on_terminal, start
 from tests.helpers.files import object_file
-from tierstore.cli import words
 from tierstore.cli.commands import SECTIONS, inspector
-from tierstore.cli.output import Column, draw
+from tierstore.cli.output import Column
 from tierstore.service.cli import serve
-from tierstore.tiers.directory import ObjectDirectory
 
 # Help --------------------------------------------------------------------------------------------
 
@@ -143,47 +140,6 @@ def test_two_keys_for_show_are_refused(store: Path, inspect: Inspect) -> None:
 # Times and sums ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("past", "told"),
-    [
-        (0, "just now"),
-        (59, "just now"),
-        (60, "1 minute ago"),
-        (3599, "59 minutes ago"),
-        (2 * 3600, "2 hours ago"),
-        (86400, "1 day ago"),
-        (13 * 86400, "1 week ago"),
-        (40 * 86400, "1 month ago"),
-        (800 * 86400, "2 years ago"),
-    ],
-)
-def test_how_long_ago(past: float, told: str) -> None:
-    assert words.ago(5e9 - past, now=5e9) == told
-
-
-def test_what_was_just_made_is_that_old(inspect: Inspect, store: Path) -> None:
-    os.utime(object_file(store, "b"), (time.time() - 7200,) * 2)
-    ages = [
-        line.split("KiB")[1].split("  ")[1]
-        for line in inspect("ls", store).stdout.splitlines()[1:4]
-    ]
-    assert ages == ["just now", "2 hours ago", "just now"]
-
-
-def test_what_is_yet_to_come_has_its_date() -> None:
-    later = time.time() + 1e6
-    assert words.ago(later) == words.moment(later)
-    assert words.ago(1e300) == "?"
-
-
-def test_several_directories_have_a_sum(store: Path, tmp_path: Path, inspect: Inspect) -> None:
-    ObjectDirectory(tmp_path / "other").close()
-    (tmp_path / "other" / "tmp" / "object-0123456789abcdef").write_bytes(bytes(2048))
-    assert len(inspect("df", store).stdout.splitlines()) == 2
-    *_, total = inspect("df", store, tmp_path / "other").stdout.splitlines()
-    assert total == "2 directories: 3 groups, 60.0 KiB; 2.0 KiB reclaimable"
-
-
 # Lines and columns -------------------------------------------------------------------------------
 
 
@@ -199,21 +155,6 @@ def test_lines_break_between_words_on_a_terminal_only(store: Path) -> None:
     piped = start("verify", store, COLUMNS="60")
     (reason,) = [line for line in piped.stdout.splitlines() if "announces" in line]
     assert len(reason) > 100
-
-
-def test_columns_that_say_nothing_are_left_out_of_show(store: Path, inspect: Inspect) -> None:
-    titles = inspect("show", store, "a").stdout.splitlines()[0].split()
-    assert titles == ["NAME", "DTYPE", "SHAPE", "SIZE", "OFFSET", "XXH3"]
-
-
-def test_a_name_is_not_cut_where_there_is_just_room_for_it(store: Path) -> None:
-    directory = ObjectDirectory(store)
-    put(directory, "k" * 30, float_block("weight", 4))
-    directory.close()
-    wide = click.unstyle(on_terminal("ls", store, COLUMNS="200").output).splitlines()[0]
-    room = len(wide.rstrip()) + len("damaged") - len("STATE")
-    assert "k" * 30 in on_terminal("ls", store, COLUMNS=str(room)).output
-    assert "k" * 30 not in on_terminal("ls", store, COLUMNS=str(room - 4)).output
 
 
 SPARE = (
@@ -240,8 +181,3 @@ def test_spare_columns_go_where_there_is_no_room(width: int, left: str) -> None:
     assert "3" * 20 in shown
     assert note in " ".join(shown.split())
     assert bool(left) == ("--json" in shown)
-
-
-def test_another_program_gets_all_columns(capsys: pytest.CaptureFixture[str]) -> None:
-    draw(SPARE, [{"name": "n"}])
-    assert "SECOND" in capsys.readouterr().out

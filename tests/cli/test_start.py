@@ -15,12 +15,11 @@ NAMES = "torch", "numpy", "rich", "tierstore.plan", "tierstore.store"
 TELL = f"print([name for name in {NAMES!r} if name in sys.modules], file=sys.stderr)"
 
 
-def test_a_json_listing_loads_next_to_nothing(store: Path) -> None:
+def test_ls_loads_next_to_nothing(store: Path) -> None:
     run = start("ls", store, "--json", after=TELL)
     assert json.loads(run.stdout)["group_count"] == 3
     assert run.stderr == "[]\n"
-    run = start("ls", store, after=TELL)
-    assert run.stderr == "['rich']\n", "only a table needs rich"
+    assert start("ls", store, after=TELL).stderr == "[]\n"
 
 
 @pytest.mark.parametrize(
@@ -32,15 +31,13 @@ def test_a_json_listing_loads_next_to_nothing(store: Path) -> None:
         ("prune", "DIR", "-y"),
         ("rm", "DIR", "a", "-y"),
         ("env", "--dir", "DIR"),
+        ("--help",),
     ],
 )
 def test_no_command_loads_torch(store: Path, words: tuple[str, ...]) -> None:
     run = start(*(store if word == "DIR" else word for word in words), after=TELL)
     assert run.returncode == 0, run.stderr
-    told = run.stderr.splitlines()[-1]
-    assert "rich" in told if words[0] in ("show", "df") else told == "[]"
-    assert "torch" not in told
-    assert "tierstore." not in told
+    assert run.stderr.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize(
@@ -61,7 +58,7 @@ def test_exit_codes_of_the_process(store: Path, words: tuple[str, ...], code: in
 
 def test_a_failure_nobody_thought_of_exits_with_1(store: Path) -> None:
     before = (
-        "import tierstore.cli.listing as listing\n"
+        "import tierstore.cli.list_commands as listing\n"
         "def fail(_): raise RuntimeError\n"
         "listing.survey = fail\n"
     )

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.conftest import Inspect, on_terminal, put, tree
+from tests.cli.conftest import Inspect, on_terminal, tree
 from tests.helpers.events import before
 from tests.helpers.files import flip_bit, object_file
 from tests.helpers.system_calls import system_call
 from tierstore.system.locking import is_locked
-from tierstore.tiers.directory import ObjectDirectory
 
 LEFTOVER = "object-0123456789abcdef"
 
@@ -209,14 +208,6 @@ def test_rm_of_an_unknown_key_removes_nothing(store: Path, inspect: Inspect, how
     assert keys(inspect, store) == ["a", "b", "layers/0"]
 
 
-def test_rm_tells_what_it_would_remove(store: Path, inspect: Inspect) -> None:
-    before = tree(store)
-    document = inspect.json("rm", store, "a", "--dry-run")
-    assert document["dry_run"]
-    assert [item["path"] for item in document["removed"]] == [str(object_file(store, "a"))]
-    assert tree(store) == before
-
-
 def test_rm_does_not_remove_a_link(store: Path, tmp_path: Path, inspect: Inspect) -> None:
     victim = tmp_path / "victim"
     shutil.move(object_file(store, "a"), victim)
@@ -229,16 +220,6 @@ def test_rm_does_not_remove_a_link(store: Path, tmp_path: Path, inspect: Inspect
     object_file(store, "a").unlink()
     shutil.move(victim, object_file(store, "a"))
     assert inspect("rm", store, "a", "-y").exit_code == 0
-
-
-def test_a_store_opens_after_removal(store: Path, leftover: Path, inspect: Inspect) -> None:
-    assert inspect("prune", store, "-y").exit_code == 0
-    assert inspect("rm", store, "a", "-y").exit_code == 0
-    directory = ObjectDirectory(store)
-    assert sorted(stored.key for stored in directory.objects()) == ["b", "layers/0"]
-    put(directory, "a")
-    directory.close()
-    assert inspect("verify", store, "--data").exit_code == 0
 
 
 # Asking ------------------------------------------------------------------------------------------
@@ -281,6 +262,7 @@ def test_a_person_is_asked(
     assert target(words, store).exists() is not goes
 
 
+@pytest.mark.full("a process for each command")
 def test_an_interrupt_ends_it_quietly(store: Path, leftover: Path) -> None:
     shown = on_terminal("prune", store, interrupt=True)
     assert shown.exit_code == 130

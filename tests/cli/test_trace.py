@@ -154,11 +154,6 @@ def test_passes_are_told_by_model_with_what_was_waited_meanwhile(
     assert ["pipe/vae", "decode", "3", "2.000", "s", "4.000", "s", "2.000", "s"] in lines
 
 
-def test_a_run_without_models_has_no_passes(run: Run, inspect: Inspect) -> None:
-    assert inspect.json("trace", run.path)["passes"] == []
-    assert "MODEL" not in inspect("trace", run.path).stdout
-
-
 def test_a_trace_that_is_not_whole_says_so(run: Run, inspect: Inspect, tmp_path: Path) -> None:
     document = load(run.path)
     document["tierstore"]["dropped"] = 3
@@ -200,12 +195,6 @@ def test_a_missing_file_is_a_failure(inspect: Inspect, tmp_path: Path) -> None:
     assert "No such file" in result.stderr
 
 
-def test_help_has_examples(inspect: Inspect) -> None:
-    text = inspect("trace", "--help").stdout
-    assert "Examples:" in text
-    assert "--png" in text
-
-
 # Pictures --------------------------------------------------------------------------------------
 
 
@@ -220,6 +209,7 @@ STALL, COMPUTE, READ, WRITE, ONLOAD = "#d55e00", "#999999", "#009e73", "#cc79a7"
 USED, BUDGET = "#0072b2", "#222222"
 
 
+@pytest.mark.full("draws; what is drawn is tested as text")
 def test_the_picture_shows_every_kind_of_event(run: Run, inspect: Inspect, tmp_path: Path) -> None:
     result = inspect("trace", run.path, "--png", tmp_path / "run.png")
     assert result.exit_code == 0, result.output
@@ -263,6 +253,7 @@ def coloured(path: Path, colour: str) -> int:
     return int((picture == wanted).all(axis=-1).sum())
 
 
+@pytest.mark.full("draws a long run")
 def test_a_stall_of_an_instant_is_seen_in_a_long_run(
     run: Run, inspect: Inspect, tmp_path: Path
 ) -> None:
@@ -296,36 +287,6 @@ def test_shares_of_the_waiting_add_up_and_count_nobody_twice() -> None:
     assert picture.shares_of(waits, 0.0, 4) == [0.0] * 4
 
 
-def test_passes_are_drawn_in_the_colour_of_their_model(
-    run: Run, inspect: Inspect, tmp_path: Path
-) -> None:
-    first = min(e["ts"] for e in load(run.path)["traceEvents"] if e["ph"] in ("X", "C")) / 1e6
-    slices = slices_of("pass", (first, 1), model="pipe/$odd$_{", does="forward", number=1)
-    path = with_slices(run, tmp_path / "run.json", slices)
-    result = inspect("trace", path, "--png", tmp_path / "run.png")
-    assert result.exit_code == 0, result.output
-    assert coloured(tmp_path / "run.png", MODEL) > 1000
-    assert inspect("trace", run.path, "--png", tmp_path / "bare.png").exit_code == 0
-    assert coloured(tmp_path / "bare.png", MODEL) == 0
-
-
-def test_many_tracks_of_a_kind_share_the_last_row(run: Run, tmp_path: Path) -> None:
-    recorded = read_trace(run.path)
-    reads = [
-        TraceSlice("disk read", f"disk read {i + 1}" if i else "disk read", "key", 0.0, 1.0, {})
-        for i in range(12)
-    ]
-    lanes = picture.lanes_of([*recorded.slices, *reads])
-    assert [name for name in lanes if name.startswith("disk read")] == [
-        "disk read",
-        "disk read 2",
-        "disk read 3",
-        "disk read 4…",
-    ]
-    assert sum(map(len, lanes.values())) == len(recorded.slices) + len(reads)
-    assert next(iter(lanes)) == "stall"
-
-
 def test_a_picture_that_cannot_be_written_is_a_failure(
     run: Run, inspect: Inspect, tmp_path: Path
 ) -> None:
@@ -356,9 +317,3 @@ def test_without_matplotlib_it_says_what_to_install(run: Run, tmp_path: Path) ->
     told = start("trace", run.path, "--json", before=without)
     assert told.returncode == 0
     assert json.loads(told.stdout)["overlap"] == run.stats.overlap
-
-
-def test_it_needs_no_torch(run: Run, tmp_path: Path) -> None:
-    after = "print('torch' in sys.modules, file=sys.stderr)"
-    done = start("trace", run.path, "--png", tmp_path / "run.png", after=after)
-    assert (done.returncode, done.stderr) == (0, "False\n")

@@ -10,18 +10,20 @@ from pathlib import Path
 
 import click
 
-from tierstore.cli import options, words
-from tierstore.cli.machine import file_system_of
-from tierstore.cli.output import Code, Failure, data, print_json, remark, system_failures
+from tierstore.cli import options
+from tierstore.cli.output import Code, Failure, data, print_json, remark
+from tierstore.model.formatting import Units, size
 from tierstore.progress import byte_bar
+from tierstore.system.files import transfer_errors
+from tierstore.system.machine import file_system_of
 
 
 def _size(text: str) -> int:
-    from tierstore.cli.disk_speed import SMALLEST
+    from tierstore.tiers.disk_speed import SMALLEST
 
-    nbytes = options.bytes_only(text)
+    nbytes = options.parsed_bytes(text)
     if nbytes < SMALLEST:
-        raise click.BadParameter(f"{text!r} is too little: use {words.size(SMALLEST)} at least.")
+        raise click.BadParameter(f"{text!r} is too little: use {size(SMALLEST)} at least.")
     return nbytes
 
 
@@ -34,20 +36,20 @@ def _size(text: str) -> int:
     default="1GiB",
     show_default=True,
     type=_size,
-    help="How large the file is that is written and read.",
+    help="Size of the file to write and read.",
 )
 def bench(directory: str, nbytes: int, as_json: bool) -> None:
-    """Measure the disk that DIR lies on, and remember how fast it is, for `plan`.
+    """Measure the disk that DIR lies on, and remember its speed for `plan`.
 
-    The file that is written has no name and is gone afterwards, whatever happens. It is written
-    twice and read five times, past the page cache: some seconds, or longer where the disk is slow.
-    What is remembered of this disk is the last measurement, whatever its --size.
+    Writes a file twice and reads it five times, past the page cache, which takes some seconds or
+    longer. The file has no name, so that it never stays behind. The last measurement of a disk is
+    remembered, whatever its --size.
     """
-    from tierstore.cli.disk_speed import ROUNDS, known_speed, measure, remember
+    from tierstore.tiers.disk_speed import ROUNDS, known_speed, measure, remember
 
     _check_room(directory, nbytes)
     started = time.monotonic()
-    with system_failures(f"measuring the disk of {directory}"):
+    with transfer_errors("measuring the disk of", path=directory):
         found = measure(directory, nbytes, functools.partial(byte_bar, at_once=True))
     seconds = time.monotonic() - started
     former = known_speed(directory)
@@ -71,16 +73,14 @@ def bench(directory: str, nbytes: int, as_json: bool) -> None:
             }
         )
         return
-    read, new, again = (
-        words.size(each, words.Units.DECIMAL) for each in (found.read, found.new, found.again)
-    )
+    read, new, again = (size(each, Units.DECIMAL) for each in (found.read, found.new, found.again))
     data(f"reads     {read}/s")
     data(f"writes    {new}/s into a new file, {again}/s over what is there")
     if not found.direct:
         remark("This file system refuses direct reads: everything goes through the page cache.")
-    remark(f"Wrote {words.size(nbytes)} twice and read it {ROUNDS} times, in {seconds:.1f} s.")
+    remark(f"Wrote {size(nbytes)} twice and read it {ROUNDS} times, in {seconds:.1f} s.")
     if kept is not None:
-        instead = f" instead of {words.size(former, words.Units.DECIMAL)}/s" if former else ""
+        instead = f" instead of {size(former, Units.DECIMAL)}/s" if former else ""
         remark(f"What it reads is remembered for this disk{instead}, in {kept}.")
 
 
@@ -94,8 +94,8 @@ def _check_room(directory: str, nbytes: int) -> None:
         raise Failure(f"{directory} is no directory", advice)
     if free < 2 * nbytes:
         raise Failure(
-            f"too little room: {words.size(free)} are free there, and at least "
-            f"{words.size(2 * nbytes)} must be, of which half stays free",
+            f"too little room: {size(free)} are free there, and at least "
+            f"{size(2 * nbytes)} must be, of which half stays free",
             "Measure with a smaller --size, or free some space.",
             Code.UNEXPECTED,
         )

@@ -1,49 +1,57 @@
-"""The arguments and options that several commands have, and how their texts are read."""
+"""Arguments and options that several commands have: their values, errors and completion."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
-from tierstore.cli import words
 from tierstore.cli.output import Failure, remark
-from tierstore.completion import directories
 from tierstore.engine.directories import VARIABLE, chosen_directory
-from tierstore.model.sizes import PAGE, parse_size
+from tierstore.errors import TierStoreError
+from tierstore.forecasting.budgets import Budget
+from tierstore.model.formatting import Units, printable
+from tierstore.model.sizes import PAGE, is_auto, parse_size
 from tierstore.system.objects import check_key
 
 TOO_MUCH = 1 << 63
 """Bytes that no file can have."""
 LONGEST = 1e9
-"""Seconds. What takes longer than thirty years is a mistake, and sums of it may be infinite."""
+"""Seconds. A longer time is a mistake, and sums of it may be infinite."""
 _TELLING = 3
 """Letters. A shorter part of a name is in too many names to tell which one is meant."""
 
 _NUMBER = r"(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?"
 _TIME = re.compile(rf"(?P<number>{_NUMBER})\s?(?P<unit>s|s/it|it/s)?", re.ASCII)
+_WHOLE_IN_SHELLS = re.compile(r"[\w@%+./-]+")
+"""Keys that bash, zsh and fish take for one word without quotes."""
+
+# Commands -----------------------------------------------------------------------------------------
 
 
 class Command(click.Command):
-    """A command that says of an option which there is not which one may be meant."""
+    """A command that suggests options for one that it does not have."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """As click does, which takes no beginning of a long name for that name."""
+        """Parse as click does; the error for a wrong option names the closest ones."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
             known = [name for each in self.get_params(ctx) for name in each.opts]
-            wrong = words.printable(error.option_name)
+            wrong = printable(error.option_name)
             meant = did_you_mean(wrong, [name for name in known if name.startswith("--")])
             raise click.UsageError(f"No such option {wrong!r}.{meant}", ctx) from error
 
 
 def did_you_mean(typed: str, known: Sequence[str]) -> str:
-    """What to say at the end of an error: the names that are alike, or begin so, or have this part.
+    """Suggest names that are alike, begin so, or contain what was typed, for the end of an error.
 
     >>> did_you_mean("--disk", ["--disk-bandwidth", "--device"]), did_you_mean("x", ["ls"])
     (" Did you mean '--disk-bandwidth'?", '')
@@ -59,7 +67,7 @@ def did_you_mean(typed: str, known: Sequence[str]) -> str:
 
 
 def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """A command that has `--json`, and examples at the end of its help."""
+    """Make a command that has `--json`, and examples at the end of its help."""
     epilog = "\b\nExamples:\n" + "\n".join(f"  tierstore-inspect {line}" for line in examples)
 
     def made(function: Callable[..., Any]) -> click.Command:
@@ -71,8 +79,59 @@ def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.C
     return made
 
 
+# Completion ---------------------------------------------------------------------------------------
+
+Items = list[CompletionItem]
+
+
+def complete_directories(_: click.Context, __: click.Parameter | None, incomplete: str) -> Items:
+    """Let the shell complete directories."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def complete_files(_: click.Context, __: click.Parameter | None, incomplete: str) -> Items:
+    """Let the shell complete files."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def complete_keys(context: click.Context, _: click.Parameter | None, incomplete: str) -> Items:
+    """Complete keys of the DIR that was typed, or of the default one; else directories."""
+    names = context.params.get("names") or ()
+    directory = context.params.get("directory")
+    if directory is None:  # `show [DIR] KEY`
+        directory = names[0] if names else chosen_directory(None)
+    typed = {*names, *(context.params.get("keys") or ())}
+    keys = [key for key in _keys_of(directory) if key.startswith(incomplete) and key not in typed]
+    found = [CompletionItem(key) for key in keys]
+    is_first = "names" in context.params and not names
+    return found or (complete_directories(context, None, incomplete) if is_first else [])
+
+
+def complete_prefixes(context: click.Context, _: click.Parameter | None, incomplete: str) -> Items:
+    """Complete the beginnings of keys, up to each slash."""
+    # Before the value of an option, click has not told arguments apart.
+    directory = context.args[0] if context.args else context.params.get("directory")
+    found: set[str] = set()
+    for key in _keys_of(directory):
+        found.update(itertools.accumulate(f"{part}/" for part in key.split("/")[:-1]))
+    return [CompletionItem(prefix) for prefix in sorted(found) if prefix.startswith(incomplete)]
+
+
+def _keys_of(directory: str | None) -> list[str]:
+    """The keys of a store that need no quotes; none if the directory cannot be read."""
+    from tierstore.inspection.survey import survey
+
+    with suppress(TierStoreError, OSError):
+        groups = survey(os.path.expanduser(directory)).groups if directory else []
+        return sorted(g.key for g in groups if g.key and _WHOLE_IN_SHELLS.fullmatch(g.key))
+    return []
+
+
+# Directories and keys -----------------------------------------------------------------------------
+
+
 def named_or_default(context: click.Context, directory: str | None) -> str:
-    """The directory that was named, or else the one of stores that name none: then that is said."""
+    """Return the named directory, or else that of stores that name none, and say so."""
     if directory is not None:
         return directory
     chosen = chosen_directory(None)
@@ -82,45 +141,48 @@ def named_or_default(context: click.Context, directory: str | None) -> str:
     return chosen
 
 
-directory_argument = click.argument("directory", metavar="DIR", shell_complete=directories)
-"""For what changes or measures something: nobody shall hit a directory that was not named."""
+directory_argument = click.argument("directory", metavar="DIR", shell_complete=complete_directories)
+"""For commands that change or measure: a directory that was not named is never touched."""
 default_directory_argument = click.argument(
     "directory",
     metavar="[DIR]",
     required=False,
     callback=lambda context, _, directory: named_or_default(context, directory),
-    shell_complete=directories,
+    shell_complete=complete_directories,
 )
-"""For what looks only."""
+"""For commands that only read."""
 yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 
 
 def key(text: str) -> str:
-    """A key as it was typed, if it can be one."""
+    """Check a key that was typed."""
     try:
         return check_key(text)
     except ValueError as error:
         raise Failure(str(error), "Give a key as `ls` shows it.") from error
 
 
-def bytes_only(text: str) -> int:
-    """Bytes, from a text that is no share of anything."""
+# Sizes, speeds and times --------------------------------------------------------------------------
+
+
+def parsed_bytes(text: str) -> int:
+    """Parse bytes, such as `12GB`: no share of anything."""
     if "%" in text:
         raise click.BadParameter(f"{text!r}: a share of what? Write bytes, such as 12GB.")
-    return parsed(text)
+    return _parsed(text)
 
 
 def speed(text: str) -> float:
-    """Bytes per second, from a text like `3GB/s`."""
+    """Parse bytes per second, such as `3GB/s`."""
     size, _, unit = text.partition("/")
     if unit.strip().lower() != "s":
         raise click.BadParameter(f"{text!r} is no speed: write it like 3GB/s.")
-    return float(parsed(size))
+    return float(_parsed(size))
 
 
 def seconds_of_step(text: str) -> float:
-    """How long a step takes, in seconds, from a text like `1.5`, `1.5s`, `1.5s/it` or `3.2it/s`."""
+    """Parse the seconds of a step: `1.5`, `1.5s`, `1.5s/it` or `3.2it/s`."""
     found = _TIME.fullmatch(text.strip())
     number = seconds = float(found["number"]) if found else math.inf
     if found and found["unit"] == "it/s":
@@ -133,8 +195,7 @@ def seconds_of_step(text: str) -> float:
     return seconds
 
 
-def parsed(text: str) -> int:
-    """Bytes, of a number that a machine can have."""
+def _parsed(text: str) -> int:
     try:
         found = parse_size(text) if len(text) < 100 else TOO_MUCH  # Python reads no longer ones
     except ValueError as error:
@@ -144,8 +205,45 @@ def parsed(text: str) -> int:
     return found
 
 
-def whole_pages(nbytes: int, text: str) -> int:
-    """Bytes in whole pages, as a store counts them."""
-    if nbytes < PAGE:
-        raise click.BadParameter(f"{text!r} is less than one page of {PAGE} bytes.")
-    return nbytes // PAGE * PAGE
+# Budgets -----------------------------------------------------------------------------------------
+
+
+def ram(text: str) -> Budget:
+    """Parse a `ram_budget` as a store does; `auto` is the store's rule, applied to this machine."""
+    if not is_auto(text):
+        _parsed(text)
+    return _checked(Budget.parse(text))
+
+
+def device(text: str) -> Budget:
+    """Parse a `device_budget`: bytes only, as no device is asked for its memory."""
+    if is_auto(text):
+        raise click.BadParameter(
+            "'auto' is half of what is free on the accelerator when the store opens, and this "
+            "command does not ask it. Write bytes: half of the free memory that `nvidia-smi` "
+            "shows, such as 12GB."
+        )
+    parsed_bytes(text)
+    return _checked(Budget.parse(text))
+
+
+def _checked(budget: Budget) -> Budget:
+    if budget.nbytes < PAGE:
+        raise click.BadParameter(f"{budget.text!r} is less than one page of {PAGE} bytes.")
+    return budget
+
+
+ram_option = click.option(
+    "--ram",
+    "rams",
+    type=ram,
+    metavar="SIZE",
+    multiple=True,
+    help="A ram_budget to try: 8GB, 8GiB, 50% of the memory of this machine, or auto. May be given "
+    "several times.",
+)
+
+
+def units_typed(budgets: Iterable[Budget | None]) -> Units | None:
+    """Return the units of the first budget that has some."""
+    return next((budget.units for budget in budgets if budget and budget.units), None)

@@ -1,31 +1,27 @@
-"""What every command shares: exit codes, failures, and how text, tables and documents are printed.
+"""Exit codes, failures, and printing: text, tables and JSON documents.
 
-Data goes to stdout; questions, remarks and errors go to stderr. What `--json` prints are documents
-of raw bytes and seconds, for scripts, and `schema` is their version: a new field does not change
-it; a field that goes away or changes its meaning does. Tables are drawn from the same rows. They
-need rich, which is imported only when one is drawn.
+Data goes to stdout; questions, remarks and errors go to stderr. `--json` prints documents of raw
+bytes and seconds, for scripts. `schema` is their version: it stays if a field is added, and changes
+if one is removed or changes its meaning. Tables are drawn from the same rows.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 import click
 
-from tierstore.cli import words
+from tierstore.model import formatting
 from tierstore.model.urls import without_secrets
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 SCHEMA = 1
 
@@ -34,11 +30,12 @@ Document = dict[str, Any]
 _NARROWEST = 10
 _GAP = 2
 _LABEL = re.compile(r"( *[\w ]+? {2,})?")
-_STYLES = {"damaged": "bold red", "unreadable": "bold yellow", "holds others up": "bold red"}
+_BAD: dict[str, Any] = {"bold": True, "fg": "red"}
+_STYLES = {"damaged": _BAD, "unreadable": {**_BAD, "fg": "yellow"}, "holds others up": _BAD}
 
 
 class Code(IntEnum):
-    """What the command's exit code means. Scripts rely on these numbers."""
+    """The exit codes. Scripts rely on these numbers."""
 
     OK = 0
     UNEXPECTED = 1
@@ -50,7 +47,7 @@ class Code(IntEnum):
 
 
 class Failure(Exception):
-    """The command cannot do what it was asked for; `advice` is what the user can do about it."""
+    """The command failed; `advice` says what the user can do about it."""
 
     def __init__(self, message: str, advice: str, code: Code = Code.USAGE) -> None:
         super().__init__(without_secrets(message))
@@ -58,36 +55,18 @@ class Failure(Exception):
         self.code = code
 
 
-def system_failure(error: OSError, doing: str) -> Failure:
-    """The failure for an error of the system."""
-    return Failure(
-        f"{doing} failed: {error.strerror or error}",
-        "Check that the directory is there and that you may read (or change) it.",
-        Code.UNEXPECTED,
-    )
-
-
-@contextmanager
-def system_failures(doing: str) -> Iterator[None]:
-    """An OSError in the block becomes a failure of what is being done there."""
-    try:
-        yield
-    except OSError as error:
-        raise system_failure(error, doing) from error
-
-
 def remark(text: str) -> None:
     """Print prose to stderr."""
-    click.echo(_fitted(words.printable(text), sys.stderr), err=True)
+    click.echo(_fitted(formatting.printable(text), sys.stderr), err=True)
 
 
 def data(text: str) -> None:
     """Print a line of data to stdout."""
-    click.echo(_fitted(words.printable(text), sys.stdout))
+    click.echo(_fitted(formatting.printable(text), sys.stdout))
 
 
 def _fitted(text: str, stream: TextIO) -> str:
-    """The line, broken between words where a terminal would break it anywhere.
+    """Wrap a line for a terminal, between words.
 
     Words stay whole, however long: they may be paths that somebody copies.
     """
@@ -101,12 +80,12 @@ def _fitted(text: str, stream: TextIO) -> str:
 
 
 def print_json(document: Document) -> None:
-    """Print a document. Whatever is not ASCII is escaped, so keys cannot steer a terminal."""
+    """Print a document. All but ASCII is escaped, so that keys cannot steer a terminal."""
     try:
         click.echo(json.dumps({"schema": SCHEMA, **document}, indent=2, allow_nan=False))
     except ValueError as error:  # Python would write NaN, which no other reader takes
         raise Failure(
-            "some of what is to be told is a number without end",
+            "some of the results are infinite",
             "Give speeds and times that a machine can have.",
         ) from error
 
@@ -116,10 +95,10 @@ def print_json(document: Document) -> None:
 
 @dataclass(frozen=True)
 class Column:
-    """A column, and what it says of a row.
+    """A column of a table; `cell` formats its part of a row.
 
-    `right` aligns numbers; cells of a `flexible` one are shortened to fit. A `spare` one is left
-    out of a terminal that is too narrow for all.
+    `right` aligns numbers; cells of a `flexible` one are shortened to fit. A terminal that is too
+    narrow for all leaves `spare` ones out.
     """
 
     title: str
@@ -130,75 +109,48 @@ class Column:
 
 
 def draw(columns: Sequence[Column], rows: Iterable[Document]) -> None:
-    """Print a table to stdout. Cells are plain text: nothing in them is taken for markup."""
-    from rich.console import Console
+    """Print a table to stdout: whole cells to a file or a program, fitted ones to a terminal."""
+    for line in lines_of(columns, rows, room()):
+        # Unlike click.echo, print escapes letters that the encoding lacks.
+        print(line if sys.stdout.isatty() else click.unstyle(line))
 
-    console = Console(highlight=False, emoji=False, markup=False)
-    if not console.file.isatty():  # rich takes some pipes for terminals: FORCE_COLOR
-        console.width = 10_000  # a file or another program gets whole names
+
+def room() -> int:
+    """Return the columns of the terminal that stdout is; more than any line needs if it is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else 10_000
+
+
+def styled(text: str, style: dict[str, Any]) -> str:
+    """Colour a text, unless `NO_COLOR` is set; `click.echo` drops colours without a terminal."""
+    return text if os.environ.get("NO_COLOR") else click.style(text, **style)
+
+
+def lines_of(columns: Sequence[Column], rows: Iterable[Document], room: int) -> Iterator[str]:
+    """Lay a table out: its lines, of which the first has the titles."""
     rows = list(rows)
-    table = [[words.printable(column.cell(row)) for row in rows] for column in columns]
-    widths = [
-        max([_width(column.title), *map(_width, cells)])
-        for column, cells in zip(columns, table, strict=True)
-    ]
-    kept = _kept(widths, columns, console.width)
+    table = [[c.title, *(formatting.printable(c.cell(row)) for row in rows)] for c in columns]
+    widths = [max(map(formatting.width, cells)) for cells in table]
+    kept = _kept(widths, columns, room)
     if len(kept) < len(columns):
         left = ", ".join(column.title for i, column in enumerate(columns) if i not in kept)
         remark(f"No room for {left}: a wider terminal shows that, and --json has it.")
-        columns, widths = [columns[i] for i in kept], [widths[i] for i in kept]
-        table = [table[i] for i in kept]
-    gaps = _GAP * (len(columns) - 1)
-    wanted = list(widths)
-    _narrow(widths, columns, console.width - gaps)
-    # Where even that is too wide, the terminal shall wrap lines: rich would leave columns out.
-    console.width = max(console.width, sum(widths) + gaps)
-    ellipsis = "…" if console.encoding.lower().startswith("utf") else "..."
-    for i, (width, full) in enumerate(zip(widths, wanted, strict=True)):
-        if width < full:
-            table[i] = [words.shorten(cell, width, ellipsis, _width) for cell in table[i]]
-    aligned = map(_aligned, columns, widths, table)
-    titles, *lines = zip(*aligned, strict=True)
-    write = console.file.write
-    write(_styled(console, titles, ["bold"] * len(columns)))
-    for cells, line in zip(zip(*table, strict=True), lines, strict=True):
-        if _STYLES.keys().isdisjoint(cells):
-            write((" " * _GAP).join(line).rstrip() + "\n")
-        else:
-            write(_styled(console, line, [_STYLES.get(cell, "") for cell in cells]))
-
-
-def _width(text: str) -> int:
-    """The columns that a text takes in a terminal."""
-    if text.isascii():
-        return len(text)
-    from rich.cells import cell_len
-
-    return cell_len(text)
-
-
-def _aligned(column: Column, width: int, cells: Iterable[str]) -> list[str]:
-    """The title and the cells of a column, padded."""
-    align = str.rjust if column.right else str.ljust
-    return [
-        align(cell, width if cell.isascii() else width - _width(cell) + len(cell))
-        for cell in (column.title, *cells)
-    ]
-
-
-def _styled(console: Console, cells: Iterable[str], styles: Iterable[str]) -> str:
-    """A line of a table. All lines from rich would take ten times as long for many rows."""
-    from rich.text import Text
-
-    line = Text(" " * _GAP).join(Text(c, style) for c, style in zip(cells, styles, strict=True))
-    line.rstrip()
-    with console.capture() as drawn:
-        console.print(line, soft_wrap=True)
-    return drawn.get()
+    columns, widths = [columns[i] for i in kept], [widths[i] for i in kept]
+    _narrow(widths, columns, room - _GAP * (len(columns) - 1))
+    encoding = sys.stdout.encoding or "ascii"
+    ellipsis = "…" if encoding.lower().startswith("utf") else "..."
+    for number, cells in enumerate(zip(*(table[i] for i in kept), strict=True)):
+        line = []
+        for cell, column, width in zip(cells, columns, widths, strict=True):
+            text = formatting.shorten(cell, width, ellipsis)
+            gap = " " * (width - formatting.width(text))
+            style = _STYLES.get(cell) if number else {"bold": True}
+            text = styled(text, style) if style and text else text
+            line.append(gap + text if column.right else text + gap)
+        yield (" " * _GAP).join(line).rstrip()
 
 
 def _kept(widths: Sequence[int], columns: Sequence[Column], room: int) -> list[int]:
-    """The columns to show: without spare ones, the last first, as far as there is no room."""
+    """Return the columns to show: while there is no room, the last spare one goes."""
     least = [min(w, _NARROWEST) if c.flexible else w for w, c in zip(widths, columns, strict=True)]
     kept = list(range(len(columns)))
     for i in reversed([i for i, column in enumerate(columns) if column.spare]):
@@ -208,7 +160,7 @@ def _kept(widths: Sequence[int], columns: Sequence[Column], room: int) -> list[i
 
 
 def _narrow(widths: list[int], columns: Sequence[Column], room: int) -> None:
-    """Take what is missing from the widest flexible column, again and again."""
+    """Narrow the widest flexible column until the table fits."""
     flexible = [i for i, column in enumerate(columns) if column.flexible]
     while flexible and sum(widths) > room:
         widest = max(flexible, key=lambda i: widths[i])

@@ -1,4 +1,4 @@
-"""The picture of a trace. This imports matplotlib, so it is imported only when one is drawn."""
+"""The picture of a trace. Imports matplotlib, so it is imported only to draw one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from tierstore.cli import words
+from tierstore.model.formatting import printable, size, units_of_tiers
 from tierstore.observe.passes import FORWARD
 from tierstore.observe.trace import COMPUTE, KINDS, PASSES, STALLS, Recorded, TraceSlice
 from tierstore.observe.trace_writer import write_whole
 
-_COLOURS = {  # told apart by the colour-blind too (Okabe and Ito)
+_COLOURS = {  # distinct for the colour-blind too (Okabe and Ito)
     STALLS: "#d55e00",
     COMPUTE: "#999999",
     "host to device": "#0072b2",
@@ -27,7 +27,7 @@ _COLOURS = {  # told apart by the colour-blind too (Okabe and Ito)
     "download": "#e69f00",
 }
 _MODELS = ("#c6d4ee", "#f6dfb4", "#cdead0", "#e6cfec", "#f3cfcf", "#d6d6d6")
-"""In turn, for the passes of one model after the other."""
+"""Colours of the passes of the models, in turn."""
 _TIERS = {"DEVICE": "device memory", "HOST": "host memory", "DISK": "disk"}
 _BUDGET = "#222222"
 _WIDTH = 12.0  # inches, as the heights below
@@ -35,14 +35,14 @@ _LEVEL_HEIGHT, _SHARE_HEIGHT, _LANE_HEIGHT, _MARGIN = 1.6, 0.9, 0.3, 1.3
 _DPI = 110
 _MOST = 4
 _NARROWEST = 3.0
-"""Pixels of a stall or a move at least: 20 ms of half a minute would have less than one."""
+"""The least pixels of a stall or a move: 20 ms of half a minute would have less than one."""
 _BINS = 160
 _MOST_LINES = 80
 _LETTER = 7.0  # pixels of a letter in a label, about
 
 
 def draw(recorded: Recorded, path: str) -> None:
-    """Draw bytes on each tier over time, above lanes of what went on. Raises OSError."""
+    """Draw the bytes on each tier over time, above lanes of events. Raises OSError."""
     tiers = [tier for tier in _TIERS if _was_used(recorded, tier)]
     lanes = lanes_of(recorded.slices)
     stalls = [one for one in recorded.slices if one.kind == STALLS]
@@ -87,21 +87,21 @@ def _draw_level(axis: Axes, recorded: Recorded, tier: str) -> None:
     axis.fill_between(times, values, step="post", color="#56b4e9", alpha=0.45, linewidth=0)
     axis.step(times, values, where="post", color="#0072b2", linewidth=1.2, label="used")
     budget, top = recorded.budgets.get(tier), max(values)
-    units = words.units_of_tiers(recorded.budgets)
+    units = units_of_tiers(recorded.budgets)
     if budget is not None:
-        label = f"budget {words.size(budget, units)}"
+        label = f"budget {size(budget, units)}"
         axis.axhline(budget, color=_BUDGET, linewidth=1.2, linestyle="--", label=label)
         top = max(top, budget)
     axis.set_ylim(0, top * 1.08)
     axis.yaxis.set_major_locator(_Rounded(units.value[0]))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: words.size(value, units)))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: size(value, units)))
     axis.set_ylabel(_TIERS[tier])
     axis.grid(alpha=0.25)
     axis.legend(loc="lower right", fontsize=8, ncols=2, framealpha=0.9)
 
 
 class _Rounded(MaxNLocator):
-    """Ticks at round numbers of MB or MiB: those of bytes would be 190.7 MiB apart."""
+    """Places ticks at round numbers of MB or MiB: those of bytes would be 190.7 MiB apart."""
 
     def __init__(self, base: int) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class _Rounded(MaxNLocator):
 
 
 def lanes_of(slices: Sequence[TraceSlice]) -> dict[str, list[TraceSlice]]:
-    """Slices by track, from top to bottom. Tracks beyond `_MOST` of a kind share the last."""
+    """Group slices by track, from top to bottom. Tracks beyond `_MOST` of a kind share the last."""
     lanes: dict[str, list[TraceSlice]] = {}
     for kind in KINDS.values():
         of_kind = [one for one in slices if one.kind == kind]
@@ -127,7 +127,7 @@ def lanes_of(slices: Sequence[TraceSlice]) -> dict[str, list[TraceSlice]]:
 
 
 def shares_of(stalls: Sequence[TraceSlice], seconds: float, bins: int) -> list[float]:
-    """Of each of so many equal parts of the time, the share in which anybody waited.
+    """Divide the time into equal parts; return the share of each in which a caller waited.
 
     >>> waits = [TraceSlice(STALLS, STALLS, "key", 1.0, 1.5, {})]
     >>> shares_of(waits, 4.0, 4)
@@ -137,7 +137,7 @@ def shares_of(stalls: Sequence[TraceSlice], seconds: float, bins: int) -> list[f
     width, until = (seconds or 1.0) / bins, 0.0
     for stall in sorted(stalls, key=lambda one: one.start):
         start, end = max(stall.start, until), min(stall.start + stall.seconds, seconds)
-        until = max(until, end)  # who waits at the same time does not wait twice
+        until = max(until, end)  # waits at the same time count once
         for part in range(int(start / width), min(int(end / width) + 1, bins)):
             within = min(end, (part + 1) * width) - max(start, part * width)
             waited[part] += max(within, 0.0)
@@ -162,7 +162,7 @@ def _time(seconds: float) -> str:
 
 
 def _draw_lanes(axis: Axes, lanes: dict[str, list[TraceSlice]], pixel: float) -> None:
-    """Draw slices in rows. A `pixel` is so many seconds wide."""
+    """Draw slices in rows. `pixel` is the width of a pixel in seconds."""
     colours = _colours_of_models([one for slices in lanes.values() for one in slices])
     for row, slices in enumerate(lanes.values()):
         kind = slices[0].kind
@@ -181,13 +181,13 @@ def _draw_lanes(axis: Axes, lanes: dict[str, list[TraceSlice]], pixel: float) ->
     if any(slices[0].kind not in (COMPUTE, PASSES) for slices in lanes.values()):
         shortest = _time(_NARROWEST * pixel)
         note = (
-            f"stalls and moves of less than {shortest} are drawn that wide: what is added is pale"
+            f"stalls and moves of less than {shortest} are drawn that wide: the added width is pale"
         )
         axis.set_title(note, loc="left", fontsize=8, pad=2)
 
 
 def pale(colour: str) -> str:
-    """A colour, as `#rrggbb`, for what is added to slices that are drawn wider than they were."""
+    """Return a paler colour (`#rrggbb`), for the added width of short slices."""
     parts = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{round(0.4 * part + 0.6 * 255):02x}" for part in parts)
 
@@ -199,13 +199,13 @@ def _draw_bars(
 
 
 def _colours_of_models(slices: Sequence[TraceSlice]) -> dict[str, str]:
-    """The colours of the passes of each model, by the order in which models first ran."""
+    """Choose colours for the passes of each model, by the order of their first runs."""
     models = dict.fromkeys(model_of(one) for one in slices if one.kind == PASSES)
     return dict(zip(models, itertools.cycle(_MODELS), strict=False))
 
 
 def _name_models(figure: Figure, slices: Sequence[TraceSlice]) -> None:
-    """A legend for the passes, as most are too short for a name."""
+    """Add a legend for the passes, as most are too short for a name."""
     colours = _colours_of_models(slices)
     if not 0 < len(colours) <= len(_MODELS):
         return
@@ -229,7 +229,7 @@ def _draw_passes(
     pixel: float,
     colours: Mapping[str, str],
 ) -> None:
-    """Passes in the colour of their model, with as much of their names as fits."""
+    """Draw passes in the colour of their model, with as much of their names as fits."""
     for model, colour in colours.items():
         bars = [(one.start, one.seconds) for one in slices if model_of(one) == model]
         axis.broken_barh(bars, (row - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.5)
@@ -243,24 +243,24 @@ def _draw_passes(
 
 
 def _plain(text: str) -> str:
-    """Text of others, of which matplotlib is to take nothing for a formula."""
-    return words.printable(text).replace("$", r"\$")
+    """Escape foreign text, in which matplotlib would find formulas."""
+    return printable(text).replace("$", r"\$")
 
 
 def model_of(one: TraceSlice) -> str:
-    """The model of a pass, as the trace calls it."""
+    """Return the model of a pass, as in the trace."""
     return str(one.args.get("model", one.name))
 
 
 def short_name(one: TraceSlice) -> str:
-    """What a pass is called in a picture: the model without the pipeline that it is in."""
+    """Name a pass in a picture: its model, without the pipeline."""
     model = model_of(one).rpartition("/")[2]
     does = one.args.get("does", FORWARD)
     return model if does == FORWARD else f"{model} {does}"
 
 
 def _draw_borders(axes: Iterable[Axes], slices: Sequence[TraceSlice]) -> None:
-    """Lines through all of it where a pass begins, unless these would be all that one sees."""
+    """Draw lines through all axes where a pass begins, unless they are too many."""
     begins = [one.start for one in slices if one.track == PASSES]
     for axis in axes if len(begins) <= _MOST_LINES else ():
         for at in begins:

@@ -1,5 +1,4 @@
-"""`plan`: what a checkpoint would take at some budgets, told before it is loaded, and which of them
-is enough."""
+"""The command `plan`: a forecast for a checkpoint at some budgets, before it is loaded."""
 
 from __future__ import annotations
 
@@ -10,29 +9,20 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli import budgets, options, words
-from tierstore.cli.budgets import COMFORTABLE, Budget
-from tierstore.cli.output import (
-    Column,
-    Document,
-    Failure,
-    data,
-    draw,
-    print_json,
-    remark,
-    system_failure,
-)
-from tierstore.completion import files
-from tierstore.model.errors import TierStoreError
+from tierstore.cli import options
+from tierstore.cli.output import Column, Document, Failure, data, draw, print_json, remark
+from tierstore.errors import TierStoreError
+from tierstore.forecasting.budgets import Budget
+from tierstore.model.formatting import Units, at_least, decimals, size
 from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.weight_files import SUFFIX
 from tierstore.progress import bar
+from tierstore.system.files import transfer_error
 
-if TYPE_CHECKING:  # they bring numpy: only who plans shall wait for that
-    from tierstore.cli.advice import Advice, Trial
-    from tierstore.cli.contents import FoundModels
-    from tierstore.cli.forecast import Cut
-    from tierstore.cli.sources import CheckpointSource
+if TYPE_CHECKING:  # they import numpy, which only this command shall wait for
+    from tierstore.forecasting.forecast import Partition
+    from tierstore.forecasting.sources import CheckpointSource, FoundModels
+    from tierstore.forecasting.trials import Advice, Trial
 
 _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 
@@ -44,43 +34,42 @@ _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
     "plan path/to/pipeline --device 8GB --compute 1.5",
     "plan model.safetensors --ram 4GiB --json",
 )
-@click.argument("checkpoint", metavar="CHECKPOINT", shell_complete=files)
-@budgets.ram_option
+@click.argument("checkpoint", metavar="CHECKPOINT", shell_complete=options.complete_files)
+@options.ram_option
 @click.option(
     "--device",
-    type=budgets.device,
+    type=options.device,
     metavar="SIZE",
-    help="The store's device_budget. Left out: everything is computed on the CPU.",
+    help="The store's device_budget (default: compute on the CPU).",
 )
 @click.option(
     "--offload-type",
     type=click.Choice(OFFLOAD_TYPES),
     default=OFFLOAD_TYPES[0],
     show_default=True,
-    help="How the model is cut, as in enable_group_offload.",
+    help="How to divide the model, as in enable_group_offload.",
 )
 @click.option("--component", help="Only this component of a pipeline.")
-@click.option("--variant", help="The variant that from_pretrained is asked for, such as fp16.")
+@click.option("--variant", help="The variant for from_pretrained, such as fp16.")
 @click.option(
     "--compute",
     type=options.seconds_of_step,
     metavar="TIME",
-    help="How long a step takes when all weights are in place: seconds (1.5), or what a progress "
-    "bar shows (1.5s/it, 3.2it/s). Left out: no time at all, so that the disk (or the link) is the "
-    "limit.",
+    help="Time of a step with all weights in place: seconds (1.5), or the figure of a progress bar "
+    "(1.5s/it, 3.2it/s). Default: no time at all, so that the disk (or the link) is the limit.",
 )
 @click.option(
     "--disk-bandwidth",
     type=options.speed,
-    help="Such as 3GB/s. Left out: what `bench` measured of this disk.",
+    help="Such as 3GB/s (default: what `bench` measured of this disk).",
 )
 @click.option(
     "--link-bandwidth",
     type=options.speed,
-    help="From host memory to the device. Left out: no limit.",
+    help="From host memory to the device (default: no limit).",
 )
 @click.option(
-    "--steps", type=click.IntRange(min=4), default=20, show_default=True, help="Steps to play."
+    "--steps", type=click.IntRange(min=4), default=20, show_default=True, help="Steps to simulate."
 )
 @click.option("--groups", is_flag=True, help="With --json: list groups, and the tensors of each.")
 def plan(  # noqa: PLR0913 - each is an option of the command
@@ -97,44 +86,45 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     groups: bool,
     as_json: bool,
 ) -> None:
-    """Tell which ram_budget is enough for a model, from the headers of its files alone.
+    """Find the ram_budget that is enough for a model.
 
     CHECKPOINT is a safetensors file, a directory with one or with several and an index, the
     directory of a diffusers pipeline, the URL of one of these, or the id of a model in the Hugging
-    Face hub, whether it was downloaded or not. Nothing but headers is read. Left out --ram, budgets
-    from what the largest modules need to all weights are tried.
+    Face hub, downloaded or not. Reads only file headers. Without --ram, tries a range of budgets,
+    from the largest module to the whole model.
 
-    The real planner is played through on paper. A step is one run of the model; pipelines with
-    guidance may do two of them. Enough is the smallest budget with which a step takes at most 5 %
-    longer than with all weights in RAM; if that is not known, with which it reads nothing.
+    Simulates the store's planner. A step is one run of the model; pipelines with guidance may do
+    two of them. Enough is the smallest budget with which a step takes at most 5 % longer than with
+    all weights in RAM; if that is unknown, with which it reads nothing.
     """
     if device is None and link_bandwidth is not None:
         raise click.UsageError("--link-bandwidth is for --device; without it there is no link.")
     if groups and not as_json:
         raise click.UsageError("--groups is for --json.")
-    from tierstore.cli.advice import Trials, ladder
-    from tierstore.cli.disk_speed import known_speed
-    from tierstore.cli.forecast import FROM_DISK, TO_DEVICE, Conditions
-    from tierstore.cli.sources import source_of
+    from tierstore.forecasting.forecast import FROM_DISK, TO_DEVICE, Conditions
+    from tierstore.forecasting.sources import source_of
+    from tierstore.forecasting.trials import Trials, ladder
+    from tierstore.tiers.disk_speed import known_speed
 
-    source = source_of(checkpoint)
-    contents = _contents(source, checkpoint, component, variant)
+    source = source_of(checkpoint, remark)
+    found = _models(source, checkpoint, component, variant)
     measured = known_speed(source.disk) if source.disk and disk_bandwidth is None else None
     disk, link = disk_bandwidth or measured, link_bandwidth
     speeds = {way: speed for way, speed in ((FROM_DISK, disk), (TO_DEVICE, link)) if speed}
     conditions = Conditions(
         offload_type, device.nbytes if device else None, speeds, compute or 0.0, steps
     )
-    units = budgets.units_typed([*rams, device]) or words.Units.DECIMAL
-    tried = dict.fromkeys(rams or ladder(contents.models, conditions))
-    trials = Trials(contents.models, conditions)
+    units = options.units_typed([*rams, device]) or Units.DECIMAL
+    tried = dict.fromkeys(rams or ladder(found.models, conditions))
     in_order = sorted(tried, key=lambda budget: budget.nbytes)
-    found = [trials.tried(budget) for budget in bar(in_order, "Planning", "budgets")]
-    _refuse_if_all_are_too_small(found)
-    advice = trials.advice(found, units)
+    simulated = Trials(found.models, conditions)
+    trials = [simulated.tried(budget) for budget in bar(in_order, "Planning", "budgets")]
+    if all(trial.problem for trial in trials):
+        raise Failure(str(trials[-1].problem), trials[-1].remedy)
+    advice = simulated.advice(trials, units)
     document = {
         "checkpoint": checkpoint,
-        "source": source.told or checkpoint,
+        "source": source.described or checkpoint,
         "device": conditions.device,
         "disk_bandwidth": disk,
         "link_bandwidth": link,
@@ -146,9 +136,9 @@ def plan(  # noqa: PLR0913 - each is an option of the command
                 "tensors": len(model.tensors),
                 "dtypes": sorted({tensor.dtype for tensor in model.tensors}),
             }
-            for model in contents.models
+            for model in found.models
         ],
-        "plans": [_plan(trial, advice, groups) for trial in found],
+        "plans": [_plan(trial, advice, groups) for trial in trials],
         "advice": {
             "ram_budget": advice.budget.text,
             "ram": advice.budget.nbytes,
@@ -159,15 +149,15 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     if as_json:
         print_json(document)
         return
-    look = _Look(units, device is not None, disk is not None, compute is not None)
-    _show(found, document, advice, look)
-    _remark_on(found, contents, source, advice, look)
+    table = _Table(units, device is not None, disk is not None, compute is not None)
+    _show(trials, document, advice, table)
+    _remark_on(trials, found, source, advice, units)
     if measured is not None:
-        remark(f"Disk: {words.size(measured, units)}/s, as `tierstore-inspect bench` measured it.")
+        remark(f"Disk: {size(measured, units)}/s, as `tierstore-inspect bench` measured it.")
     elif disk is None:
         remark(
-            "Seconds are not told, for the disk's speed is not known: give --disk-bandwidth, or "
-            "measure it with `tierstore-inspect bench DIR`."
+            "No seconds, as the disk's speed is unknown: give --disk-bandwidth, or measure it with "
+            "`tierstore-inspect bench DIR`."
         )
     if compute is None and disk is not None:
         remark(
@@ -176,30 +166,25 @@ def plan(  # noqa: PLR0913 - each is an option of the command
         )
 
 
-# What is read -------------------------------------------------------------------------------------
-
-
-def _contents(
+def _models(
     source: CheckpointSource, typed: str, only: str | None, variant: str | None
 ) -> FoundModels:
-    from tierstore.cli.contents import contents_of
+    from tierstore.forecasting.sources import models_of
 
     try:
-        found = contents_of(source, typed, only, variant)
+        return models_of(source, typed, only, variant)
     except (TierStoreError, OSError, ValueError) as error:
         raise _no_plan(typed, error) from error
-    if not any(model.nbytes for model in found.models):
-        message = f"{typed} has no weights in safetensors files"
-        if found.pickles:
-            message += ", only torch pickles, which are not read"
-        raise Failure(message, "Give another CHECKPOINT, or convert it with safetensors.")
-    return found
 
 
-def _no_plan(checkpoint: str, error: Exception) -> Failure:
+def _no_plan(checkpoint: str, error: Exception) -> Exception:
+    from tierstore.forecasting.sources import CheckpointError
+
+    if isinstance(error, CheckpointError):
+        return error
     cause = error if isinstance(error, OSError) else error.__cause__
     if isinstance(cause, OSError) and not isinstance(cause, _NOTHING_THERE):
-        return system_failure(cause, f"reading {checkpoint}")
+        return transfer_error(cause, "reading", key=None, path=checkpoint)
     if checkpoint.endswith(".json") and SUFFIX not in str(error):  # an index names its shards
         place = os.path.dirname(checkpoint) or "."
         return Failure(f"{checkpoint} is no checkpoint", f"Give its directory: {place}")
@@ -211,30 +196,21 @@ def _no_plan(checkpoint: str, error: Exception) -> Failure:
     )
 
 
-def _refuse_if_all_are_too_small(trials: Sequence[Trial]) -> None:
-    problem = trials[-1].problem
-    if problem is not None and all(trial.problem for trial in trials):
-        raise problem
-
-
-# What is told -------------------------------------------------------------------------------------
-
-
 def _plan(trial: Trial, advice: Advice, with_groups: bool) -> Document:
     row = {
         "ram_budget": trial.budget.text,
         "ram": trial.budget.nbytes,
-        "problem": None if trial.problem is None else str(trial.problem),
+        "problem": trial.problem,
         "overlaps": trial.overlaps,
         "enough": trial.budget == advice.budget,
-        "group_count": sum(len(part.groups) for part in trial.cut.components),
-        "largest_group": trial.cut.largest.nbytes,
+        "group_count": sum(len(part.groups) for part in trial.partition.components),
+        "largest_group": trial.partition.largest.nbytes,
         "steps": list(trial.steps),
     }
-    return {**row, "components": _groups(trial.cut)} if with_groups else row
+    return {**row, "components": _groups(trial.partition)} if with_groups else row
 
 
-def _groups(parts: Cut) -> list[Document]:
+def _groups(partition: Partition) -> list[Document]:
     return [
         {
             "name": part.name,
@@ -248,51 +224,24 @@ def _groups(parts: Cut) -> list[Document]:
                 for group in part.groups
             ],
         }
-        for part in parts.components
+        for part in partition.components
     ]
 
 
-def _show(trials: Sequence[Trial], document: Document, advice: Advice, look: _Look) -> None:
-    size = look.size
-    components = (
-        Column("COMPONENT", lambda part: part["name"] or "model", flexible=True),
-        Column("WEIGHTS", lambda part: size(part["nbytes"]), right=True),
-        Column("TENSORS", lambda part: f"{part['tensors']:,}", right=True),
-        Column("DTYPES", lambda part: ",".join(part["dtypes"])),
-    )
-    draw(components, document["components"])
-    names = next(plan["steps"] for plan in document["plans"] if plan["steps"])
-    for number, named in enumerate(names):
-        rows = [
-            {
-                "ram": trial.budget.shown(look.units),
-                "note": _note(trial, advice),
-                **(trial.steps[number] if trial.steps else {}),
-            }
-            for trial in trials
-        ]
-        data("")
-        data(f"Each step of {named['component'] or 'the model'}:")
-        draw(look.columns(rows), rows)
-    data("")
-    data(advice.text)
-
-
 @dataclass(frozen=True)
-class _Look:
-    """Which columns a table of budgets has, and the units of what is in them."""
+class _Table:
+    """The columns of a table of budgets, and its units."""
 
-    units: words.Units
+    units: Units
     device: bool
     timed: bool
     computes: bool
 
     def size(self, nbytes: int) -> str:
-        return words.size(nbytes, self.units)
+        return size(nbytes, self.units)
 
     def columns(self, rows: Sequence[Document]) -> list[Column]:
-        """The budget, what a step does with it, and what to say of it."""
-        places = words.decimals(row.get("seconds") or 0.0 for row in rows)
+        places = decimals(row.get("seconds") or 0.0 for row in rows)
 
         def share_waited(step: Document) -> str:
             return f"{step['stalled_seconds'] / max(step['seconds'], 1e-12):.0%}"
@@ -312,8 +261,33 @@ class _Look:
         return [*columns, Column("", lambda row: str(row["note"]))]
 
 
-def _of_step(title: str, told: Callable[[Document], str]) -> Column:
-    return Column(title, lambda row: told(row) if "component" in row else "-", right=True)
+def _of_step(title: str, form: Callable[[Document], str]) -> Column:
+    return Column(title, lambda row: form(row) if "component" in row else "-", right=True)
+
+
+def _show(trials: Sequence[Trial], document: Document, advice: Advice, table: _Table) -> None:
+    components = (
+        Column("COMPONENT", lambda part: part["name"] or "model", flexible=True),
+        Column("WEIGHTS", lambda part: table.size(part["nbytes"]), right=True),
+        Column("TENSORS", lambda part: f"{part['tensors']:,}", right=True),
+        Column("DTYPES", lambda part: ",".join(part["dtypes"])),
+    )
+    draw(components, document["components"])
+    names = next(plan["steps"] for plan in document["plans"] if plan["steps"])
+    for number, named in enumerate(names):
+        rows = [
+            {
+                "ram": trial.budget.shown(table.units),
+                "note": _note(trial, advice),
+                **(trial.steps[number] if trial.steps else {}),
+            }
+            for trial in trials
+        ]
+        data("")
+        data(f"Each step of {named['component'] or 'the model'}:")
+        draw(table.columns(rows), rows)
+    data("")
+    data(advice.text)
 
 
 def _note(trial: Trial, advice: Advice) -> str:
@@ -325,28 +299,30 @@ def _note(trial: Trial, advice: Advice) -> str:
 
 
 def _is_too_narrow(trial: Trial, advice: Advice) -> bool:
-    """Whether there is no room to read while computing, and a step has to wait for that."""
+    """Whether a step has to wait, as there is no room to read while computing."""
     is_less_than_enough = trial.budget.nbytes < advice.budget.nbytes
     return trial.problem is None and not trial.overlaps and is_less_than_enough
 
 
 def _remark_on(
     trials: Iterable[Trial],
-    contents: FoundModels,
+    found: FoundModels,
     source: CheckpointSource,
     advice: Advice,
-    look: _Look,
+    units: Units,
 ) -> None:
-    if source.told:
-        remark(f"Read: {source.told}.")
-    if contents.pickles:
-        remark(f"Left out, as there are only torch pickles of it: {', '.join(contents.pickles)}.")
+    from tierstore.forecasting.trials import COMFORTABLE
+
+    if source.described:
+        remark(f"Read: {source.described}.")
+    if found.pickles:
+        remark(f"Left out, as there are only torch pickles of it: {', '.join(found.pickles)}.")
     for trial in trials:
         if trial.problem is not None:
-            remark(f"{trial.problem}. {trial.problem.advice}")
+            remark(f"{trial.problem}. {trial.remedy}")
     narrow = [trial for trial in trials if _is_too_narrow(trial, advice)]
     if narrow:
-        enough = words.at_least(COMFORTABLE * narrow[-1].cut.largest.nbytes, look.units)
+        enough = at_least(COMFORTABLE * narrow[-1].partition.largest.nbytes, units)
         remark(
             f"--ram {narrow[-1].budget.text} has room for less than {COMFORTABLE} of the largest "
             f"groups: reading and computing will hardly overlap. {enough} would do."

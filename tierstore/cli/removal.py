@@ -1,8 +1,8 @@
-"""The commands that remove files: `prune` and `rm`.
+"""The commands that delete files: `prune` and `rm`.
 
-What is removed is a regular file below the directory that bears one of the store's own names, and
-is still the file that was looked at. It is removed by its name in an open directory, so that no
-link, whenever it was planted, can lead to another file.
+They delete regular files below the directory that bear one of the store's own names and are still
+the files that were found. Each is deleted by its name in an open directory, so that no planted link
+leads to another file.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ from contextlib import nullcontext
 
 import click
 
-from tierstore.cli import completing, options, words
-from tierstore.cli.directories import Item, look_at, only_user, opened_parent
-from tierstore.cli.output import Failure, data, print_json, remark, system_failure
-from tierstore.cli.report import Group, existing_groups, item_rows, survey, total
-from tierstore.system.files import sync_names
+from tierstore.cli import options
+from tierstore.cli.output import Failure, data, print_json, remark
+from tierstore.cli.rows import existing_groups, item_rows
+from tierstore.inspection.directories import Item, look_at, only_user, opened_parent
+from tierstore.inspection.survey import Group, survey, total
+from tierstore.model.formatting import count, size
+from tierstore.system.files import sync_names, transfer_errors
 
 
 @options.command("prune", "prune offload --dry-run", "prune offload", "prune offload -y")
 @options.directory_argument
-@click.option("--damaged", is_flag=True, help="Remove damaged objects too.")
+@click.option("--damaged", is_flag=True, help="Delete damaged objects too.")
 @options.dry_run_option
 @options.yes_option
 def prune(directory: str, damaged: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
-    """Remove what holds nothing: files that a killed process left half-written.
+    """Delete temporary files left by crashed processes.
 
-    Damaged objects go only with --damaged, and objects that cannot be read at all stay, as does all
-    that is in quarantine. Files that tierstore did not write are never touched. Nobody may be using
-    the directory.
+    Damaged objects go only with --damaged. Objects that cannot be read, the quarantine, and files
+    that tierstore did not write stay. Refuses while a process uses the directory.
     """
 
     def candidates(_: int | None) -> dict[Item, str]:
@@ -52,14 +53,14 @@ def prune(directory: str, damaged: bool, dry_run: bool, yes: bool, as_json: bool
     nargs=-1,
     required=True,
     type=options.key,
-    shell_complete=completing.keys,
+    shell_complete=options.complete_keys,
 )
 @options.dry_run_option
 @options.yes_option
 def remove_groups(
     directory: str, keys: tuple[str, ...], dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Remove groups for good, damaged ones too. If one is missing, none is removed."""
+    """Delete groups for good, damaged ones too. If one is missing, none is deleted."""
 
     def candidates(root: int | None) -> dict[Item, str]:
         return _named(existing_groups(directory, keys, root))
@@ -68,7 +69,7 @@ def remove_groups(
 
 
 def _named(groups: Iterable[Group]) -> dict[Item, str]:
-    """Files of groups, with their keys; those of which no key is known, with their names."""
+    """Name the files of groups by their keys, or else by their paths."""
     return {group.item: group.key or group.item.name for group in groups}
 
 
@@ -80,10 +81,7 @@ def _remove(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Remove the candidates, which are looked for (and asked about) while the lock is held.
-
-    They are files, and what a user calls them.
-    """
+    """Delete the candidates, which are found (and confirmed) while the lock is held."""
     if not dry_run and not yes and not sys.stdin.isatty():
         raise Failure(
             "nobody can be asked whether to remove files: this is no terminal",
@@ -94,7 +92,7 @@ def _remove(
         names = candidates(root)
         found = list(names)
         if root is not None:
-            refused = bool(found) and not yes and not _agreed(names)
+            refused = bool(found) and not yes and not _confirmed(names)
             found = [] if refused else _removed(directory, root, found)
     rows, nbytes = item_rows(directory, found), total(found)
     if as_json:
@@ -107,25 +105,23 @@ def _remove(
     for row in rows:
         data(row["path"])
     doing = "would be removed" if dry_run else "removed"
-    remark(f"{words.count(len(rows), 'file')} ({words.size(nbytes)}) {doing}.")
+    remark(f"{count(len(rows), 'file')} ({size(nbytes)}) {doing}.")
 
 
-def _agreed(found: Mapping[Item, str]) -> bool:
+def _confirmed(found: Mapping[Item, str]) -> bool:
     for item, name in found.items():
-        remark(f"{words.size(item.nbytes):>10}  {name}")
-    question = f"Remove {words.count(len(found), 'file')} ({words.size(total(found))}) for good?"
-    return click.confirm(question, err=True)
+        remark(f"{size(item.nbytes):>10}  {name}")
+    files, nbytes = count(len(found), "file"), size(total(found))
+    return click.confirm(f"Remove {files} ({nbytes}) for good?", err=True)
 
 
 def _removed(directory: str, root: int, items: Iterable[Item]) -> list[Item]:
-    """Remove files for good. Returns those that were removed; the others were gone already."""
+    """Delete files. Returns those that were deleted; the others were gone already."""
     removed: list[Item] = []
     for item in items:
-        try:
+        before = f" (after {len(removed)} of them were removed)" if removed else ""
+        with transfer_errors(f"removing{before} from", path=directory):
             removed += [item] if _remove_one(root, item) else []
-        except OSError as error:
-            before = f" (after {len(removed)} of them were removed)" if removed else ""
-            raise system_failure(error, f"removing from {directory}{before}") from error
     return removed
 
 

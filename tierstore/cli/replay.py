@@ -1,4 +1,4 @@
-"""`replay`: a recorded run, with other budgets or another policy."""
+"""The command `replay`: a recorded run with other budgets or another policy."""
 
 from __future__ import annotations
 
@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tierstore.cli import budgets, options, words
-from tierstore.cli.budgets import Budget
+from tierstore.cli import options
 from tierstore.cli.output import Column, Document, Failure, data, draw, print_json, remark
 from tierstore.cli.trace import recorded_in
-from tierstore.completion import files
-from tierstore.model.errors import BudgetError
+from tierstore.errors import BudgetError
+from tierstore.forecasting.budgets import Budget, by_tier
+from tierstore.model.formatting import Units, count, size, units_of
 from tierstore.model.tiers import TIERS, Tier
 
-if TYPE_CHECKING:  # they bring numpy: only who replays shall wait for that
-    from tierstore.model.moves import Instruction
+if TYPE_CHECKING:  # they import numpy, which only this command shall wait for
     from tierstore.observe.event_log import EventRecord
     from tierstore.observe.trace import Recorded
 
 POLICIES = ("next-use", "lru")
 _LONGEST = 300
-"""Characters that are told of an event, or of instructions."""
+"""Characters of an event, or of instructions, in a message."""
 _COUNTED = ("stalled_seconds", "hits", "late", "misses")
 _MEASURED = ("read", "onloaded", "computed_seconds", *_COUNTED)
 
@@ -35,13 +34,13 @@ _MEASURED = ("read", "onloaded", "computed_seconds", *_COUNTED)
     "replay run.json --ram 4GB --ram 8GB --ram 16GB",
     "replay run.json --ram 8GB --policy next-use --policy lru --json",
 )
-@click.argument("trace", metavar="TRACE", shell_complete=files)
-@budgets.ram_option
+@click.argument("trace", metavar="TRACE", shell_complete=options.complete_files)
+@options.ram_option
 @click.option(
     "--device",
-    type=budgets.device,
+    type=options.device,
     metavar="SIZE",
-    help="A device_budget to try. Left out: the recorded one.",
+    help="A device_budget to try (default: the recorded one).",
 )
 @click.option(
     "--policy",
@@ -58,79 +57,68 @@ def replay(
     policy: tuple[str, ...],
     as_json: bool,
 ) -> None:
-    """Tell what a recorded run would have taken with other budgets, or another policy.
+    """Simulate a recorded run with other budgets, or another policy.
 
-    TRACE is a file that `store.trace(path)` wrote. The groups, the order of their uses, the time
-    between uses and the speed of each hop are the recorded ones; the planner is the real one. All
-    groups begin on disk, and nothing is written. Left out --ram, the recorded budget is tried.
+    TRACE is written by `store.trace(path)`. The groups, the order of their uses, the time between
+    uses and the speed of each hop are the recorded ones; the planner is the real one. All groups
+    begin on disk, and nothing is written. Without --ram, tries the recorded budget.
 
-    First the recorded events are played to the planner, to see whether it still decides as it did
-    in the recorded run.
+    Also feeds the recorded events to the planner, to check that it still decides as it did.
     """
-    recorded = _read(trace)
-    events = None if recorded.events is None else _checked(recorded.events)
+    recorded = recorded_in(trace)
+    if not recorded.uses:
+        raise Failure(
+            f"{trace} has no use of any group: there is nothing to replay",
+            "Record a run in which groups are used.",
+        )
+    events = None if recorded.events is None else _compare(recorded.events)
     rows = [_recorded_row(recorded), *_replayed(recorded, rams, device, policy)]
     if as_json:
         print_json({"trace": os.path.abspath(trace), "runs": rows, "events": events})
         return
-    _draw(rows, budgets.units_typed([*rams, device]) or _units_of(recorded))
+    ram = recorded.budgets.get(Tier.HOST.name)
+    units = Units.DECIMAL if ram is None else units_of(ram)
+    _draw(rows, options.units_typed([*rams, device]) or units)
     if events is not None:
         data("")
-        data(f"same decisions at {events['agreed']:,} of {words.count(events['count'], 'event')}")
+        data(f"same decisions at {events['agreed']:,} of {count(events['count'], 'event')}")
         if events["problem"]:
             remark(events["problem"])
     if recorded.dropped:
         remark(
-            f"The trace is not whole: its {words.count(recorded.dropped, 'oldest event')} were "
-            "dropped, so that the replays begin later than the recorded run did."
+            f"The trace is not whole: its {count(recorded.dropped, 'oldest event')} were dropped, "
+            "so that the replays begin later than the recorded run did."
         )
 
 
-def _read(path: str) -> Recorded:
-    recorded = recorded_in(path)
-    if not recorded.uses:
-        raise Failure(
-            f"{path} has no use of any group: there is nothing to replay",
-            "Record a run in which groups are used.",
-        )
-    return recorded
-
-
-def _checked(record: EventRecord) -> Document:
-    """At how many recorded events the planner decides as it did; `problem` tells what came next."""
+def _compare(record: EventRecord) -> Document:
+    """Count the recorded events up to the first at which the planner decides otherwise now."""
     from tierstore.simulation import first_difference
 
-    count = len(record.handled)
+    total = len(record.handled)
     try:
         difference = first_difference(record)
     except ValueError as error:
         problem = f"The recorded decisions cannot be compared: {error}."
-        return {"count": count, "agreed": 0, "problem": problem}
+        return {"count": total, "agreed": 0, "problem": problem}
     if difference is None:
-        return {"count": count, "agreed": count, "problem": None}
-    one = difference.recorded
-    then = _told(one.instructions)
-    now = _told(difference.instructions) if difference.error is None else difference.error
+        return {"count": total, "agreed": total, "problem": None}
+    then = _shortened(_listed(difference.recorded.instructions))
+    now = _shortened(difference.error or _listed(difference.instructions))
     problem = (
         f"From event {difference.number + 1:,} on the planner decides otherwise, or the trace was "
-        f"edited. After {_shortened(one.event)} it instructed {then}; now: {_shortened(now)}"
+        f"edited. After {_shortened(difference.recorded.event)} it instructed {then}; now: {now}"
     )
-    return {"count": count, "agreed": difference.number, "problem": problem}
+    return {"count": total, "agreed": difference.number, "problem": problem}
 
 
-def _told(instructions: Sequence[Instruction]) -> str:
-    return _shortened(", ".join(map(str, instructions)) or "nothing")
+def _listed(instructions: Iterable[object]) -> str:
+    return ", ".join(map(str, instructions)) or "nothing"
 
 
 def _shortened(what: object) -> str:
     text = str(what)
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
-
-def _units_of(recorded: Recorded) -> words.Units:
-    """The units in which somebody wrote the recorded budget."""
-    ram = recorded.budgets.get(Tier.HOST.name)
-    return words.Units.DECIMAL if ram is None else words.units_of(ram)
 
 
 def _row(
@@ -140,10 +128,9 @@ def _row(
     problem: str | None = None,
     **measured: Any,
 ) -> Document:
-    """A run: budgets and bytes in bytes, times in seconds. `problem` tells why there is none.
+    """Describe a run: bytes, and times in seconds. `problem` says why there are no measurements.
 
-    `ram_budget` is what was typed, if anything. `seconds` are computing and waiting together, as on
-    one thread.
+    `ram_budget` is the typed text. `seconds` are computing and waiting together, as on one thread.
     """
     text, nbytes = (ram.text, ram.nbytes) if isinstance(ram, Budget) else (None, ram)
     row = {"name": name, "ram_budget": text, "ram": nbytes, "device": device}
@@ -179,15 +166,13 @@ def _replayed(
     bandwidth = {}
     for hop, speed in recorded.bandwidth.items():
         src, _, dst = hop.partition(">")
-        if (
-            speed and src in TIERS and dst in TIERS
-        ):  # what a simulation has no tier for, it leaves out
+        if speed and src in TIERS and dst in TIERS:  # a simulation has no other tiers
             bandwidth[TIERS[src], TIERS[dst]] = speed
     rows = []
     for ram, policy in itertools.product(tried, policies):
-        by_tier = budgets.by_tier(ram.nbytes if isinstance(ram, Budget) else ram, device)
+        budgets = by_tier(ram.nbytes if isinstance(ram, Budget) else ram, device)
         try:
-            outcome = simulate(groups, uses, by_tier, bandwidth=bandwidth, policy=policy)
+            outcome = simulate(groups, uses, budgets, bandwidth=bandwidth, policy=policy)
         except BudgetError as error:
             rows.append(_row(policy, ram, device, problem=str(error)))
             continue
@@ -205,37 +190,33 @@ def _replayed(
     return rows
 
 
-def _draw(rows: Sequence[Document], units: words.Units) -> None:
-    def size(nbytes: int) -> str:
-        return words.size(nbytes, units)
-
+def _draw(rows: Sequence[Document], units: Units) -> None:
     def ram(row: Document) -> str:
         if row["ram_budget"]:
             return Budget(row["ram_budget"], row["ram"]).shown(units)
-        return "-" if row["ram"] is None else size(row["ram"])
+        return "-" if row["ram"] is None else size(row["ram"], units)
+
+    def numbers(title: str, form: Callable[[Any], str], field: str = "") -> Column:
+        name = field or title.lower()
+        return Column(title, lambda row: "-" if row[name] is None else form(row[name]), right=True)
+
+    def nbytes(value: int) -> str:
+        return size(value, units)
 
     columns = [
         Column("RUN", lambda row: row["name"]),
         Column("RAM", ram, right=True),
-        _numbers("DEVICE", size),
-        _numbers("READ", size),
-        _numbers("ONLOADED", size),
-        _numbers("STALLED", "{:.3f}".format, "stalled_seconds"),
-        _numbers("SECONDS", "{:.3f}".format),
-        _numbers("HITS", "{:,}".format),
-        _numbers("LATE", "{:,}".format),
-        _numbers("MISSES", "{:,}".format),
+        numbers("DEVICE", nbytes),
+        numbers("READ", nbytes),
+        numbers("ONLOADED", nbytes),
+        numbers("STALLED", "{:.3f}".format, "stalled_seconds"),
+        numbers("SECONDS", "{:.3f}".format),
+        numbers("HITS", "{:,}".format),
+        numbers("LATE", "{:,}".format),
+        numbers("MISSES", "{:,}".format),
     ]
     if all(row["device"] is None for row in rows):
         columns = [column for column in columns if column.title not in ("DEVICE", "ONLOADED")]
     draw(columns, rows)
     for problem in dict.fromkeys(row["problem"] for row in rows if row["problem"]):
         remark(problem)
-
-
-def _numbers(title: str, told: Callable[[Any], str], field: str = "") -> Column:
-    def cell(row: Document) -> str:
-        found = row[field or title.lower()]
-        return "-" if found is None else told(found)
-
-    return Column(title, cell, right=True)

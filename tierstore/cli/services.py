@@ -1,111 +1,91 @@
-"""The services of this machine, as they tell of themselves."""
+"""The commands `ps` and `top`: services of this machine, and what they and stores do now."""
 
 from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from tierstore.cli.output import Code, Document, Failure, remark
+import click
+
+from tierstore.cli import options
+from tierstore.cli.output import (
+    Code,
+    Column,
+    Document,
+    Failure,
+    data,
+    draw,
+    lines_of,
+    print_json,
+    remark,
+    room,
+    styled,
+)
+from tierstore.cli.sampling import Sample, rates, sample_of_service, samples_at
+from tierstore.model.formatting import (
+    Units,
+    ago,
+    count,
+    moment,
+    printable,
+    shorten,
+    size,
+    units_of_tiers,
+)
 from tierstore.service import sockets
 
 if TYPE_CHECKING:
     from tierstore.wire.messages import Report
 
+NO_SERVICE = (
+    "No service of this user runs on this machine. Start one: tierstore-serve DIR --ram SIZE"
+)
+
 _OTHERS_WAIT = 1.0
-"""Seconds after which a wait is for another worker, rather than for the disk."""
+"""Seconds. A longer wait is for another worker, rather than for the disk."""
+_BAR = 32
+_LONGEST = 3600.0
 
-
-def sockets_named(name: str | None) -> list[str]:
-    """The sockets to ask at: of a socket's or a served directory's name, or all of this user."""
-    if name is None:
-        return sockets.running()
-    try:
-        mode = os.stat(name).st_mode
-    except OSError as error:
-        raise Failure(
-            f"{name} is neither a socket nor a directory that is served: {error.strerror}",
-            "Give the socket that tierstore-serve names when it starts, or its DIR.",
-        ) from error
-    return [sockets.default_socket(name) if stat.S_ISDIR(mode) else name]
-
-
-def asker() -> Callable[[str], Document]:
-    """Asks the service at a socket for what it does; raises Failure if none answers there.
-
-    Raises Failure if a package is missing.
-    """
-    try:
-        from tierstore.wire.asking import NoAnswerError, report_of
-    except ModuleNotFoundError as error:
-        raise Failure(
-            f"to ask a service takes a package that is missing ({error.name})",
-            "Install it: pip install 'tierstore[serve]'",
-        ) from error
-
-    def ask(path: str) -> Document:
-        try:
-            return {**service_row(report_of(path)), "socket": os.path.abspath(path)}
-        except NoAnswerError as error:
-            raise Failure(
-                str(error),
-                "Start it: tierstore-serve DIR --ram SIZE. If it has a --socket of its own, give "
-                "that one.",
-                Code.UNEXPECTED,
-            ) from error
-
-    return ask
-
-
-def ask_all(name: str | None, ask: Callable[[str], Document]) -> dict[str, Document]:
-    """What the services do at `name` (see `sockets_named`), by their sockets: those that answer.
-
-    Raises Failure if `name` is given and nobody answers there.
-    """
-    found = {}
-    for path in sockets_named(name):
-        try:
-            found[path] = ask(path)
-        except Failure as failure:
-            if name is not None:
-                raise
-            remark(f"{failure}. If its service was killed, the next one there replaces it.")
-    return found
+# Asking -------------------------------------------------------------------------------------------
 
 
 def service_row(report: Report) -> Document:
-    """A service and its workers: bytes, seconds, and moments in seconds since 1970."""
-    workers = [
-        {
-            "pid": worker.pid,
-            "name": worker.name,
-            "since": worker.since,
-            "groups": worker.groups,
-            "leases": worker.leases,
-            "leased_bytes": worker.leased_bytes,
-            "waits": worker.waits,
-            "waiting_seconds": worker.waiting,
-            "longest_lease_seconds": worker.longest_lease,
-            "granted": worker.granted,
-            "granted_bytes": worker.granted_bytes,
-            "hits": worker.hits,
-            "holds_up": _holds_up(number, report),
-        }
-        for number, worker in enumerate(report.workers)
+    """Describe a service and its workers: bytes, seconds, and moments in seconds since 1970."""
+    same = [
+        "pid",
+        "name",
+        "since",
+        "groups",
+        "leases",
+        "leased_bytes",
+        "waits",
+        "granted",
+        "granted_bytes",
+        "hits",
     ]
+    tiers = report.tiers.items()
     return {
         "directory": report.directory,
         "socket": report.socket,  # as the service sees it
         "pid": report.pid,
         "since": report.since,
-        "tiers": {
-            tier: {"used": used, "budget": budget} for tier, (used, budget) in report.tiers.items()
-        },
+        "tiers": {tier: {"used": used, "budget": budget} for tier, (used, budget) in tiers},
         "bytes_read": report.read_bytes,
         "bytes_written": report.written_bytes,
         "groups": report.groups,
-        "workers": workers,
+        "workers": [
+            {
+                **{name: getattr(worker, name) for name in same},
+                "waiting_seconds": worker.waiting,
+                "longest_lease_seconds": worker.longest_lease,
+                "holds_up": _holds_up(number, report),
+            }
+            for number, worker in enumerate(report.workers)
+        ],
     }
 
 
@@ -116,3 +96,245 @@ def _holds_up(number: int, report: Report) -> bool:
     others = (other for at, other in enumerate(report.workers) if at != number)
     waiting = max((other.waiting for other in others if other.waits), default=0.0)
     return waiting > _OTHERS_WAIT and report.workers[number].longest_lease > HELD_SECONDS
+
+
+def _check_packages() -> None:
+    try:
+        import msgspec  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise Failure(
+            f"to ask a service takes a package that is missing ({error.name})",
+            "Install it: pip install 'tierstore[serve]'",
+        ) from error
+
+
+def _ask(path: str) -> Document:
+    """Ask the service at a socket. Raises Failure."""
+    from tierstore.wire.asking import NoAnswerError, report_of
+
+    try:
+        return {**service_row(report_of(path)), "socket": os.path.abspath(path)}
+    except NoAnswerError as error:
+        advice = "Start it: tierstore-serve DIR --ram SIZE. If it has a --socket, give that one."
+        raise Failure(str(error), advice, Code.UNEXPECTED) from error
+
+
+def _ask_all(name: str | None) -> dict[str, Document]:
+    """Ask the service of a socket or a served directory, or all of this user; those that answer.
+
+    Raises Failure if a package is missing, or if no service answers at `name`.
+    """
+    _check_packages()
+    if name is not None:
+        try:
+            is_directory = stat.S_ISDIR(os.stat(name).st_mode)
+        except OSError as error:
+            raise Failure(
+                f"{name} is neither a socket nor a directory that is served: {error.strerror}",
+                "Give the socket that tierstore-serve names when it starts, or its DIR.",
+            ) from error
+        path = sockets.default_socket(name) if is_directory else name
+        return {path: _ask(path)}
+    found = {}
+    for path in sockets.running():
+        try:
+            found[path] = _ask(path)
+        except Failure as failure:
+            remark(f"{failure}. If its service was killed, the next one there replaces it.")
+    return found
+
+
+# ps -----------------------------------------------------------------------------------------------
+
+
+def _seconds(seconds: float, number: int) -> str:
+    return f"{seconds:.1f} s" if number else "-"
+
+
+def _state(worker: Document) -> str:
+    if worker["holds_up"]:
+        return "holds others up"
+    return "waits" if worker["waits"] else "ok"
+
+
+_WORKERS = (
+    Column("PID", lambda w: str(w["pid"]), right=True),
+    Column("NAME", lambda w: w["name"], flexible=True),
+    Column("SINCE", lambda w: ago(w["since"]), spare=True),
+    Column("GROUPS", lambda w: f"{w['groups']:,}", right=True, spare=True),
+    Column("LEASES", lambda w: f"{w['leases']:,}", right=True),
+    Column("LEASED", lambda w: size(w["leased_bytes"], w["units"]), right=True),
+    Column("LONGEST", lambda w: _seconds(w["longest_lease_seconds"], w["leases"]), right=True),
+    Column("WAITS", lambda w: f"{w['waits']:,}", right=True),
+    Column("WAITING", lambda w: _seconds(w["waiting_seconds"], w["waits"]), right=True),
+    Column("GRANTED", lambda w: f"{w['granted']:,}", right=True, spare=True),
+    Column("HITS", lambda w: f"{w['hits']:,}", right=True, spare=True),
+    Column("STATE", _state),
+)
+
+
+@options.command("ps", "ps", "ps /nvme/tierstore", "ps --json")
+@click.argument(
+    "socket", metavar="[SOCKET|DIR]", required=False, shell_complete=options.complete_files
+)
+def list_workers(socket: str | None, as_json: bool) -> None:
+    """List the workers of a service (tierstore-serve): their leases and waits.
+
+    SOCKET is the service's socket, DIR the directory that it serves (default: all services of this
+    user). LONGEST is the age of a worker's oldest lease, WAITING its longest wait so far. HITS
+    counts the GRANTED leases that were in memory already. A worker that has had a lease for more
+    than 30 s while another one waits "holds others up".
+    """
+    services = list(_ask_all(socket).values())
+    if as_json:
+        print_json({"services": services})
+        return
+    for number, service in enumerate(services):
+        if number:
+            data("")
+        _show(service)
+    if not services:
+        remark(NO_SERVICE)
+
+
+def _show(service: Document) -> None:
+    since, units = moment(service["since"]), _units(service)
+    where = f"{service['directory']} by process {service['pid']} at {service['socket']}"
+    data(f"{where}, since {since}")
+    if service["workers"]:
+        draw(_WORKERS, [{**worker, "units": units} for worker in service["workers"]])
+    used = [
+        f"{name} {size(tier['used'], units)}"
+        + ("" if tier["budget"] is None else f" of {size(tier['budget'], units)}")
+        for name, tier in service["tiers"].items()
+    ]
+    read, written = (size(service[name], units) for name in ("bytes_read", "bytes_written"))
+    counts = f"{count(len(service['workers']), 'worker')}, {count(service['groups'], 'group')}"
+    data(f"{counts}; {', '.join(used)}; {read} read, {written} written")
+
+
+def _units(service: Document) -> Units:
+    return units_of_tiers({name: tier["budget"] for name, tier in service["tiers"].items()})
+
+
+# top ----------------------------------------------------------------------------------------------
+
+
+@options.command("top", "top", "top /nvme/tierstore --once", "top http://127.0.0.1:9400/metrics")
+@click.argument(
+    "source", metavar="[SOCKET|DIR|URL]", required=False, shell_complete=options.complete_files
+)
+@click.option("--once", is_flag=True, help="Show one interval and exit.")
+@click.option(
+    "--interval",
+    type=click.FloatRange(0.05, _LONGEST),
+    default=1.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time between two samples.",
+)
+def top(source: str | None, once: bool, interval: float, as_json: bool) -> None:
+    """Show what a service (tierstore-serve) does now, until Ctrl-C.
+
+    SOCKET is the service's socket, DIR the directory that it serves (default: all services of this
+    user). URL is the Prometheus page of any process with a store. Speeds are those of the last
+    interval. With --json, one interval is printed.
+    """
+    poll = _poller(source)
+    if poll is None:
+        if as_json:
+            print_json({"pictures": []})
+        remark(NO_SERVICE)
+        return
+    before = poll()
+    if as_json or once:
+        time.sleep(interval)
+        rows = _compare(before, poll())
+        if as_json:
+            print_json({"pictures": rows})
+        else:
+            click.echo("\n".join(_picture(rows)))
+        return
+    with suppress(KeyboardInterrupt):
+        _watch(poll, before, interval)
+
+
+def _poller(source: str | None) -> Callable[[], list[Sample]] | None:
+    """Return a function that takes samples; None if no service answers."""
+    if source and source.startswith(("http://", "https://")):
+        return lambda: samples_at(source)
+    paths = list(_ask_all(source))
+    return (lambda: [sample_of_service(_ask(path)) for path in paths]) if paths else None
+
+
+def _compare(before: Sequence[Sample], after: Sequence[Sample]) -> list[Document]:
+    earlier = {sample.name: sample for sample in before}
+    return [rates(earlier.get(sample.name), sample) for sample in after]
+
+
+def _watch(poll: Callable[[], list[Sample]], before: list[Sample], interval: float) -> None:
+    """Show rates after each interval. A service that is gone may come back."""
+    drawn = 0
+    while True:
+        try:
+            after = poll()
+            lines = list(_picture(_compare(before, after)))
+            before = after
+        except Failure as failure:
+            text = f"{failure} (looking again every {interval:g} s)"
+            lines = [styled(printable(text), {"fg": "red", "bold": True})]
+        # A terminal goes up to the first line and is cleared from there.
+        click.echo((f"\x1b[{drawn}A\r\x1b[J" if drawn else "") + "\n".join(lines))
+        width = room()
+        drawn = sum(max(-(-len(click.unstyle(line)) // width), 1) for line in lines)
+        time.sleep(interval)
+
+
+def _picture(rows: Sequence[Document]) -> Iterator[str]:
+    for number, row in enumerate(rows):
+        if number:
+            yield ""
+        units, width = _units(row), room()
+        yield styled(printable(row["name"]), {"bold": True})
+        tiers = [{"name": name, **tier} for name, tier in row["tiers"].items()]
+        yield from lines_of(_tier_columns(units), tiers, width)
+        moved = row["bytes_per_second"].items()
+        parts = [
+            f"{hop} {'-' if speed is None else size(speed, units) + '/s'}" for hop, speed in moved
+        ]
+        hits, leases = (_rate(row[name]) for name in ("hits_per_second", "acquires_per_second"))
+        yield printable("; ".join([*parts, f"hits {hits} of {leases} leases/s"]))
+        if row["workers"]:
+            busiest = sorted(row["workers"], key=lambda w: (-w["waits"], -w["leased_bytes"]))
+            yield from lines_of(_worker_columns(units), busiest, width)
+
+
+def _tier_columns(units: Units) -> tuple[Column, ...]:
+    def budget(tier: Document) -> str:
+        return "no limit" if tier["budget"] is None else size(tier["budget"], units)
+
+    def bar(tier: Document) -> str:
+        share = min(tier["used"] / tier["budget"], 1.0) if tier["budget"] else 0.0
+        return "#" * round(share * _BAR)
+
+    return (
+        Column("TIER", lambda tier: tier["name"]),
+        Column("USED", lambda tier: size(tier["used"], units), right=True),
+        Column("BUDGET", budget, right=True),
+        Column("", bar),
+    )
+
+
+def _worker_columns(units: Units) -> tuple[Column, ...]:
+    return (
+        Column("PID", lambda worker: worker["pid"], right=True),
+        Column("NAME", lambda worker: shorten(printable(worker["name"]), 40), flexible=True),
+        Column("LEASED", lambda worker: size(worker["leased_bytes"], units), right=True),
+        Column("WAITS", lambda worker: f"{worker['waits']:,.0f}", right=True),
+        Column("LEASES/S", lambda worker: _rate(worker["acquires_per_second"]), right=True),
+        Column("HITS/S", lambda worker: _rate(worker["hits_per_second"]), right=True),
+    )
+
+
+def _rate(per_second: float | None) -> str:
+    return "-" if per_second is None else f"{per_second:,.1f}"

@@ -1,4 +1,4 @@
-"""`trace`: what a store did while it was recorded, in numbers and as a picture."""
+"""The command `trace`: a recorded run, in numbers and as a picture."""
 
 from __future__ import annotations
 
@@ -9,41 +9,31 @@ from typing import TYPE_CHECKING
 
 import click
 
-from tierstore.cli import options, words
-from tierstore.cli.output import (
-    Code,
-    Column,
-    Document,
-    Failure,
-    data,
-    draw,
-    print_json,
-    remark,
-    system_failures,
-)
-from tierstore.completion import files
-from tierstore.model.errors import InvalidTraceError
+from tierstore.cli import options
+from tierstore.cli.output import Code, Column, Document, Failure, data, draw, print_json, remark
+from tierstore.model.formatting import Units, count, size, units_of_tiers
+from tierstore.system.files import transfer_errors
 
 if TYPE_CHECKING:
     from tierstore.observe.trace import Recorded
 
 WORST = 5
-"""So many groups are listed that were waited for the longest, and so many plans, the newest."""
+"""Groups and plans in a table: those with the longest waits, and the newest plans."""
 
 
 @options.command(
     "trace", "trace run.json", "trace run.json --png run.png", "trace run.json.gz --json"
 )
-@click.argument("file", metavar="FILE", shell_complete=files)
+@click.argument("file", metavar="FILE", shell_complete=options.complete_files)
 @click.option("--png", metavar="PICTURE", help="Draw it too. Needs matplotlib.")
 def trace(file: str, png: str | None, as_json: bool) -> None:
-    """Tell what a store did: how long it kept its callers waiting, and what moved meanwhile.
+    """Summarize a recorded run: waits, transfers and passes.
 
-    FILE is what `store.trace(path)` wrote. OVERLAP is the share of the time in which bytes moved
-    that nobody waited. A PASS is one call of a whole model, such as one step of denoising. A PLAN
-    is that of a loop, which was followed until it was LEFT. The picture shows the bytes on each
-    tier over time against its budget, and below that the share of the time that was waited, and
-    when models ran, plans were followed, bytes moved, callers computed and waited.
+    FILE is written by `store.trace(path)`. OVERLAP: fraction of transfer time hidden behind
+    compute. A PASS is one call of a whole model, such as one step of denoising. A PLAN is that of a
+    loop, followed until it was LEFT. The picture shows the bytes on each tier over time against its
+    budget, the share of the time that callers waited, and when models ran, plans were followed,
+    bytes moved, and callers computed or waited.
     """
     recorded = recorded_in(file)
     if png is not None:
@@ -55,20 +45,17 @@ def trace(file: str, png: str | None, as_json: bool) -> None:
         _show(document)
     if recorded.dropped:
         remark(
-            f"{words.count(recorded.dropped, 'older event')} were forgotten: sums are of all, "
-            "but what is told of single groups, and drawn, is of the newest."
+            f"{count(recorded.dropped, 'older event')} were forgotten: sums are of all events, "
+            "tables of groups and the picture of the newest."
         )
 
 
 def recorded_in(path: str) -> Recorded:
-    """What a trace file holds."""
+    """Read a trace file. Raises InvalidTraceError or TransferError."""
     from tierstore.observe.trace import read_trace
 
-    try:
-        with system_failures(f"reading {path}"):
-            return read_trace(path)
-    except InvalidTraceError as error:
-        raise Failure(str(error), "Give a file that store.trace(path) wrote.") from error
+    with transfer_errors("reading", path=path):
+        return read_trace(path)
 
 
 def _draw_picture(recorded: Recorded, png: str) -> None:
@@ -80,7 +67,7 @@ def _draw_picture(recorded: Recorded, png: str) -> None:
             "Install what draws it: pip install 'tierstore[plot]'",
             Code.UNEXPECTED,
         ) from error
-    with system_failures(f"writing {png}"):
+    with transfer_errors("writing", path=png):
         picture.draw(recorded, png)
 
 
@@ -94,10 +81,7 @@ def _document(recorded: Recorded) -> Document:
     for one in recorded.slices:
         if one.kind == STALLS:
             waits[one.name].append(one.seconds)
-    stalls = [
-        {"key": key, "count": len(seconds), "seconds": sum(seconds)}
-        for key, seconds in waits.items()
-    ]
+    stalls = [{"key": key, "count": len(each), "seconds": sum(each)} for key, each in waits.items()]
     return {
         "device": recorded.device,
         "seconds": recorded.seconds,
@@ -114,7 +98,7 @@ def _document(recorded: Recorded) -> Document:
             for hop, field in BYTES_MOVED.items()
             if stats[field] or hop in busy
         ],
-        # A tier that only an edited trace knows has no peak.
+        # A tier that only an edited trace has, has no peak.
         "tiers": [{"tier": t, "peak": peaks.get(t), "budget": budgets[t]} for t in budgets],
         "passes": [dataclasses.asdict(one) for one in passes_of(recorded.slices)],
         "plans": [
@@ -128,31 +112,29 @@ def _document(recorded: Recorded) -> Document:
 
 
 def _seconds(seconds: float) -> str:
-    """A time, in a unit that shows some of it."""
     return f"{seconds:.3f} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
-def _of_hops(units: words.Units) -> tuple[Column, ...]:
+def _of_hops(units: Units) -> tuple[Column, ...]:
     def speed(hop: Document) -> str:
-        found = hop["bandwidth"]
-        return "?" if found is None else f"{words.size(found, units)}/s"
+        return "?" if hop["bandwidth"] is None else f"{size(hop['bandwidth'], units)}/s"
 
     return (
         Column("MOVED", lambda hop: hop["kind"]),
-        Column("BYTES", lambda hop: words.size(hop["nbytes"], units), right=True),
+        Column("BYTES", lambda hop: size(hop["nbytes"], units), right=True),
         Column("BUSY", lambda hop: _seconds(hop["seconds"]), right=True),
         Column("SPEED", speed, right=True),
     )
 
 
-def _of_tiers(units: words.Units) -> tuple[Column, ...]:
-    def size(nbytes: int | None, otherwise: str) -> str:
-        return otherwise if nbytes is None else words.size(nbytes, units)
+def _of_tiers(units: Units) -> tuple[Column, ...]:
+    def bytes_or(nbytes: int | None, otherwise: str) -> str:
+        return otherwise if nbytes is None else size(nbytes, units)
 
     return (
         Column("TIER", lambda tier: tier["tier"]),
-        Column("PEAK", lambda tier: size(tier["peak"], "?"), right=True),
-        Column("BUDGET", lambda tier: size(tier["budget"], "no limit"), right=True),
+        Column("PEAK", lambda tier: bytes_or(tier["peak"], "?"), right=True),
+        Column("BUDGET", lambda tier: bytes_or(tier["budget"], "no limit"), right=True),
     )
 
 
@@ -165,7 +147,7 @@ _PASSES = (
     Column("STALLED", lambda one: _seconds(one["stalled_seconds"]), right=True),
 )
 _PLANS = (
-    Column("PLAN OF", lambda plan: words.count(plan.get("steps", 0), "step"), right=True),
+    Column("PLAN OF", lambda plan: count(plan.get("steps", 0), "step"), right=True),
     Column("SINCE", lambda plan: _seconds(plan["start"]), right=True),
     Column("FOR", lambda plan: _seconds(plan["seconds"]), right=True),
     Column("LEFT", lambda plan: plan.get("left", "not"), flexible=True),
@@ -181,22 +163,19 @@ def _show(document: Document) -> None:
     hits, late, misses = (document[name] for name in ("hits", "late", "misses"))
     seconds, stalled = document["seconds"], document["stalled_seconds"]
     share = f", {stalled / seconds:.1%} of the length" if seconds else ""
-    uses, groups = words.count(document["uses"], "use"), words.count(document["groups"], "group")
     data(f"length    {_seconds(seconds)} on {document['device']}")
-    data(f"uses      {uses} of {groups}")
+    data(f"uses      {count(document['uses'], 'use')} of {count(document['groups'], 'group')}")
     data(f"acquires  {hits:,} hit, {late:,} late, {misses:,} missed")
     data(f"stalled   {_seconds(stalled)}{share}")
     data(f"overlap   {document['overlap']:.1%}")
-    worst = document["stalls"][:WORST]
-    units = words.units_of_tiers({tier["tier"]: tier["budget"] for tier in document["tiers"]})
-    tables = (
+    units = units_of_tiers({tier["tier"]: tier["budget"] for tier in document["tiers"]})
+    for columns, rows in (
         (_PASSES, document["passes"]),
         (_PLANS, document["plans"][-WORST:]),
         (_of_hops(units), document["hops"]),
         (_of_tiers(units), document["tiers"]),
-        (_STALLS, worst),
-    )
-    for columns, rows in tables:
+        (_STALLS, document["stalls"][:WORST]),
+    ):
         if rows:
             data("")
             draw(columns, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,47 +10,40 @@ from contextlib import nullcontext
 
 import click
 
-from tierstore.cli import options, words
-from tierstore.cli.checksums import Checker
-from tierstore.cli.directories import only_user
+from tierstore.cli import options
 from tierstore.cli.output import Code, Document, data, print_json, remark
-from tierstore.cli.quarantine import put_away, quarantined
 from tierstore.cli.remote import is_url, verify_files
-from tierstore.cli.report import (
-    Contents,
-    Group,
-    item_rows,
-    path_of,
-    problem_row,
-    survey,
-    told_by_state,
-    told_of_stray,
-    total,
-)
-from tierstore.completion import directories
+from tierstore.cli.rows import count_by_state, count_stray, item_row, item_rows, path_of
+from tierstore.inspection.checksums import check_data
+from tierstore.inspection.directories import only_user
+from tierstore.inspection.quarantine import QuarantineOutcome, put_away, quarantined
+from tierstore.inspection.survey import Contents, Group, survey, total
+from tierstore.model.formatting import count, size
 from tierstore.progress import byte_bar
 
 
 @options.command(
     "verify", "verify offload", "verify offload --data --json", "verify offload --data --repair"
 )
-@click.argument("directory", metavar="[DIR]", required=False, shell_complete=directories)
+@click.argument(
+    "directory", metavar="[DIR]", required=False, shell_complete=options.complete_directories
+)
 @click.option("--data", "read_data", is_flag=True, help="Read every tensor, compare checksums.")
-@click.option("--repair", is_flag=True, help="Move what is damaged into DIR/quarantine.")
+@click.option("--repair", is_flag=True, help="Move damaged objects into DIR/quarantine.")
 @click.pass_context
 def verify(
     context: click.Context, directory: str | None, read_data: bool, repair: bool, as_json: bool
 ) -> int:
     """Check every group. Exits with 3 if one is damaged.
 
-    Headers, file sizes and names are checked at once. With --data, every byte is read, a few
-    mebibytes at a time, and compared with the checksum that was stored with it.
+    Checks headers, file sizes and names. With --data, reads every byte, a few mebibytes at a time,
+    and compares checksums.
 
-    Nothing is changed without --repair. With it, what is damaged is moved into DIR/quarantine, with
-    a note on what was wrong beside it, and the exit code is 0 if all of it was. Nothing is deleted:
-    the directory is yours to remove. Nobody else may be using the store then.
+    With --repair, moves damaged objects into DIR/quarantine, with a note on the damage beside each.
+    The exit code is 0 if all of them were moved. Nothing is deleted, and nothing is changed without
+    --repair. Refuses to repair while a process uses the directory.
 
-    DIR may be the URL of a checkpoint in an object store: then the headers of its files are read.
+    DIR may be the URL of a checkpoint in an object store, whose headers are read then.
     """
     if directory is None and repair:
         raise click.UsageError("Name the DIR that --repair is to change.")
@@ -65,7 +59,9 @@ def verify(
         seconds = time.monotonic() - started
         problems = [*problems, *contents.in_the_way]
         outcomes = {} if root is None else put_away(directory, root, problems)
-        quarantine = quarantined(directory)
+        quarantine = [
+            {**item_row(directory, item), **note} for item, note in quarantined(directory)
+        ]
     rows = [_row(directory, group, outcomes) for group in problems]
     moved = {row["put_away"] for row in rows} - {None}
     if as_json:
@@ -85,13 +81,12 @@ def verify(
             }
         )
     else:
-        # What was put away now has been told of.
         _print_rows(rows, [row for row in quarantine if row["path"] not in moved])
         put = f", {len(moved):,} put away" if outcomes else ""
-        data(f"{words.count(len(contents.groups), 'group')}: {_verdict(rows)}{put}")
+        data(f"{count(len(contents.groups), 'group')}: {_verdict(rows)}{put}")
         if read_data:
-            rate = words.size(read / max(seconds, 1e-9))
-            remark(f"Read {words.size(read)} in {seconds:.1f} s ({rate}/s).")
+            rate = size(read / max(seconds, 1e-9))
+            remark(f"Read {size(read)} in {seconds:.1f} s ({rate}/s).")
         else:
             remark("Headers and sizes only; --data reads the tensors too.")
         if problems and not repair:
@@ -103,19 +98,16 @@ def verify(
 def _check_data(contents: Contents) -> tuple[list[Group], int]:
     nbytes = sum(g.stored.packing.dense_nbytes for g in contents.groups if g.stored)
     with byte_bar("Reading", nbytes) as advance:
-        checker = Checker(contents.directory, advance)
-        problems = [found for group in contents.groups for found in checker.check(group)]
-    return problems, checker.read
+        return check_data(contents, advance)
 
 
-def _row(directory: str, group: Group, outcomes: Mapping[str, Document]) -> Document:
-    """A problem, and what a repair did with it: `outcomes` tells that by name."""
+def _row(directory: str, group: Group, outcomes: Mapping[str, QuarantineOutcome]) -> Document:
     return {
         "key": group.key,
         "path": path_of(directory, group.item),
         "state": group.state,
-        **(problem_row(group.problem) if group.problem else {}),
-        **outcomes.get(group.item.name, {"put_away": None, "left": None}),
+        **(group.problem.described() if group.problem else {}),
+        **dataclasses.asdict(outcomes.get(group.item.name, QuarantineOutcome())),
     }
 
 
@@ -137,27 +129,26 @@ def _print_entry(state: str, key: str | None, lines: Sequence[tuple[str, str | N
 
 
 def _verdict(rows: Iterable[Document]) -> str:
-    # What cannot be read in one place and is damaged in another is damaged.
+    # An object that is unreadable in one place and damaged in another is damaged.
     worst = sorted(rows, key=lambda row: row["state"] == "damaged")
     states = {row["path"]: row["state"] for row in worst}
-    return told_by_state(states.values()) or "no damage found"
+    return count_by_state(states.values()) or "no damage found"
 
 
 def _remark_on_the_rest(contents: Contents) -> None:
-    """What is no damage, and still worth knowing."""
+    """Report what is no damage."""
     if contents.temporary:
-        remark(
-            f"{words.count(len(contents.temporary), 'temporary file')} "
-            f"({words.size(total(contents.temporary))}): the next store removes what is in tmp/, "
-            "prune removes all."
-        )
+        files, nbytes = count(len(contents.temporary), "temporary file"), total(contents.temporary)
+        where = "the next store removes those in tmp/, prune removes all"
+        remark(f"{files} ({size(nbytes)}): {where}.")
     others = len(contents.stray) - len(contents.in_the_way)
     if others:
-        remark(f"{told_of_stray(others)}: see ls --json.")
+        remark(f"{count_stray(others)}: see ls --json.")
     if contents.exposed:
         first = contents.exposed[0]
+        path = os.path.normpath(path_of(contents.directory, first))
+        files = count(len(contents.exposed), "file")
         remark(
-            f"Others may read or change {words.count(len(contents.exposed), 'file')}, such as "
-            f"{os.path.normpath(path_of(contents.directory, first))} "
-            f"({first.mode:o}): chmod -R go= {contents.directory}"
+            f"Other users may read or change {files}, such as {path} ({first.mode:o}): "
+            f"chmod -R go= {contents.directory}"
         )

@@ -1,9 +1,9 @@
 """Dies at the n-th system call of a repair, for every n, and looks at what is left.
 
-`python -m tests.cli.repairing DIRECTORY WAY` prints one JSON list for each n: the name of the call
-at which the process died, and where the damaged object is then (`in place`, `in quarantine`, or
-what is wrong). The last line says that the repair came to its end. A process of its own, because it
-forks: nothing here imports torch, and there are no threads.
+`python -m tests.inspection.repairing DIRECTORY WAY` prints one JSON list for each n: the name of
+the call at which the process died, and the location of the damaged object then (`in place`, `in
+quarantine`, or a fault). The last line is of a whole repair. It forks, so it is a process of its
+own, which imports no torch and starts no threads.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 from tests.helpers.system_calls import Call, system_call, until_the_end
 from tests.tiers.dying import DEAD, DONE, KEY, NEW, attempt, data_of, packing
-from tierstore.cli import quarantine
-from tierstore.cli.directories import only_user
-from tierstore.cli.report import survey
+from tierstore.inspection import quarantine
+from tierstore.inspection.directories import only_user
+from tierstore.inspection.survey import survey
 from tierstore.system.objects import object_name
 from tierstore.tiers.directory import ObjectDirectory
 

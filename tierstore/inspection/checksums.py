@@ -1,8 +1,7 @@
-"""Reading every byte of every group, and comparing checksums.
+"""Verification of the data of groups against their checksums.
 
-Each file is read once from start to end through one buffer of a few mebibytes, past the page cache
-where the file system allows it: what is checked is what lies on the disk, and nothing that other
-programs have cached is pushed out.
+Each file is read once through one buffer of a few mebibytes, past the page cache where the file
+system allows it: the check is of the disk, and evicts nothing that other programs have cached.
 """
 
 from __future__ import annotations
@@ -13,21 +12,27 @@ from dataclasses import replace
 
 import xxhash
 
-from tierstore.cli.report import Group, Problem, find_group, is_passing
-from tierstore.model.errors import TruncatedFileError
+from tierstore.errors import TruncatedFileError
+from tierstore.inspection.survey import Contents, Group, Problem, find_group, is_passing
 from tierstore.model.objects import StoredObject
 from tierstore.model.sizes import round_up
 from tierstore.system.files import CHUNK, DataFile
 
 _ATTEMPTS = 5
-"""How often a group is looked at again if a live store replaces it while it is being read."""
+"""Tries of a group that a live store replaces while it is read."""
 
 Advance = Callable[[int], None]
-"""Is told of every so many bytes that were read."""
+"""Called with the number of bytes of each read."""
+
+
+def check_data(contents: Contents, advance: Advance) -> tuple[list[Group], int]:
+    """Read all groups. Returns those with problems, once for each, and the bytes that were read."""
+    checker = Checker(contents.directory, advance)
+    return [found for group in contents.groups for found in checker.check(group)], checker.read
 
 
 class Checker:
-    """Checks the data of groups, one after the other, with one buffer for all of them."""
+    """Checks groups one after the other, with one buffer."""
 
     def __init__(self, directory: str, advance: Advance) -> None:
         self._directory = directory
@@ -36,14 +41,14 @@ class Checker:
         self.read = 0
 
     def check(self, group: Group) -> list[Group]:
-        """The group, once for each of its problems; an empty list if it is whole (or gone)."""
+        """Return the group once for each problem; an empty list if it is whole (or gone)."""
         for _ in range(_ATTEMPTS):
             if group.stored is None or group.key is None:
                 return [group]
             problems = self._problems(group, group.stored)
             if not problems:
                 return []
-            # What was found may be the group's successor, which has other checksums.
+            # The file may be the group's successor, which has other checksums.
             latest = find_group(self._directory, group.key)
             if latest is None:
                 return []

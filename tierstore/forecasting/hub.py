@@ -1,7 +1,7 @@
-"""Models in the Hugging Face hub, by their ids: those in its cache on this machine, and others by
-the headers of their files, of which ranges are read.
+"""Models in the Hugging Face hub, by their ids: from its cache on this machine, or from the headers
+of their files, of which ranges are read.
 
-All of it is done by huggingface_hub, with its settings: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE,
+All requests are made by huggingface_hub, with its settings: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE,
 HF_ENDPOINT, HF_TOKEN. It comes with the extra `diffusers`.
 """
 
@@ -11,16 +11,20 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tierstore.cli.contents import entries
-from tierstore.cli.output import Code, Failure, remark
-from tierstore.cli.sources import INDEX, CheckpointSource, LocalSource
-from tierstore.model.errors import TierStoreError
+from tierstore.errors import TierStoreError, TransferError
+from tierstore.forecasting.sources import (
+    INDEX,
+    CheckpointError,
+    CheckpointSource,
+    LocalSource,
+    components,
+)
 from tierstore.model.weight_files import SUFFIX, has_weights, is_pickle, main_file
 from tierstore.progress import bar
 
@@ -31,8 +35,12 @@ _ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 HEADERS_AT_ONCE = 8
 
 
-class _Unreachable(Failure):
-    """Nobody could be asked."""
+class _OfflineError(CheckpointError):
+    """The hub may not be asked."""
+
+
+class _UnreachableError(_OfflineError, TransferError):
+    """The hub does not answer."""
 
 
 def may_be_id(text: str) -> bool:
@@ -44,34 +52,36 @@ def may_be_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None and not text.endswith(SUFFIX)
 
 
-def source_of(name: str) -> CheckpointSource:
-    """A model in the cache, if all of it is there; else in the hub. Raises Failure."""
+def source_of(name: str, report: Callable[[str], None]) -> CheckpointSource:
+    """Find a model in the cache, if all of it is there; else in the hub. Raises TierStoreError."""
     try:
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id
 
         validate_repo_id(name)
     except ImportError as error:
-        raise Failure(
+        raise CheckpointError(
             f"there is no file or directory {name}, and to look for a model of this name in the "
-            "Hugging Face hub takes huggingface_hub, which is not installed",
-            "Give the path of a checkpoint, or: pip install 'tierstore[diffusers]'",
+            "Hugging Face hub takes huggingface_hub, which is not installed: give the path of a "
+            "checkpoint, or: pip install 'tierstore[diffusers]'"
         ) from error
     except HFValidationError as error:
-        raise Failure(
-            f"there is no file or directory {name}, and no model can have this name",
-            "Give the path of a checkpoint, its URL, or its id in the Hugging Face hub.",
+        raise CheckpointError(
+            f"there is no file or directory {name}, and no model can have this name: give the path "
+            "of a checkpoint, its URL, or its id in the Hugging Face hub"
         ) from error
     cached = _cached(name)
     missing = [] if cached is None else list(_missing(cached))
     if cached is not None and not missing:
         return cached
+    why = f", as the cache lacks {', '.join(missing)}" if missing else ""
+    report(f"Asking the Hugging Face hub for {name}{why}...")
     try:
-        return _asked(name, missing)
-    except _Unreachable as error:
+        return _ask(name)
+    except _OfflineError as error:
         if cached is None or not _is_usable(cached):
             raise
-        remark(f"{error}. In the cache, these are missing: {', '.join(missing)}.")
+        report(f"{error}. In the cache, these are missing: {', '.join(missing)}.")
         return cached
 
 
@@ -79,7 +89,7 @@ def source_of(name: str) -> CheckpointSource:
 
 
 def _cached(name: str) -> LocalSource | None:
-    """What was downloaded of its newest revision that is known here."""
+    """Find the newest downloaded revision, whole or not."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -91,12 +101,12 @@ def _cached(name: str) -> LocalSource | None:
 
 
 def _missing(source: LocalSource) -> Iterator[str]:
-    """What a whole checkpoint would have besides: components, and shards."""
+    """List the components and shards that a whole checkpoint would have in addition."""
     root = source.names("")
     folders = _folders(source) if INDEX in root else [""]
     for folder in folders:
         names = source.names(folder) if folder else root
-        # What has a configuration of this name is a model.
+        # A folder with this file is a model.
         lacks = "config.json" in names and not _has_any_weights(names)
         if not names or lacks or (not folder and not _has_any_weights(names)):
             yield folder or "weights"
@@ -105,7 +115,7 @@ def _missing(source: LocalSource) -> Iterator[str]:
 
 def _folders(source: LocalSource) -> list[str]:
     try:
-        return [name for name, _ in entries(source.content(INDEX))]
+        return [name for name, _ in components(source.content(INDEX))]
     except ValueError:
         return []
 
@@ -127,7 +137,7 @@ def _missing_shards(source: LocalSource, folder: str, name: str | None) -> list[
 
 
 def _is_usable(source: LocalSource) -> bool:
-    """Whether there is a model with all its weights: others may be left out."""
+    """Whether there is a model with weights: others may be missing."""
     return INDEX in source.names("") and any(
         has_weights(source.names(folder)) for folder in _folders(source)
     )
@@ -146,13 +156,13 @@ class HubSource:
     _api: Any = field(repr=False)
 
     @property
-    def told(self) -> str:
-        """Its id, and what was read."""
+    def described(self) -> str:
+        """Its id and revision."""
         return f"{self.name} in the hub, revision {self.revision[:12]}, headers only"
 
     @property
     def disk(self) -> str:
-        """Where it would be downloaded to."""
+        """The directory that it would be downloaded to."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
         path: str = os.path.abspath(HF_HUB_CACHE)
@@ -181,9 +191,9 @@ class HubSource:
         paths = [os.path.join(folder, file) for file in self._files(folder, name)]
         lacking = [path for path in paths if path not in self.sizes]
         if lacking:
-            raise Failure(
-                f"{self.name} in the hub lacks {lacking[0]}, which its index names",
-                "Give another CHECKPOINT.",
+            raise CheckpointError(
+                f"{self.name} in the hub lacks {lacking[0]}, which its index names: give another "
+                "CHECKPOINT"
             )
         with _failures(self.name), ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
             headers = pool.map(self._header, paths)
@@ -204,7 +214,7 @@ class HubSource:
         return indexed(self.content(path), path)
 
     def _header(self, path: str) -> list[FileTensor]:
-        """The tensors of one file: its header is validated as that of a file on disk."""
+        """Read the tensors of one file, whose header is validated like that of a file on disk."""
         from tierstore.model.groups import Extent, FileTensor
         from tierstore.model.header import parse_header
 
@@ -223,14 +233,12 @@ class HubSource:
         ]
 
 
-def _asked(name: str, missing: Sequence[str]) -> HubSource:
+def _ask(name: str) -> HubSource:
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()  # of each small file
-    why = f", as the cache lacks {', '.join(missing)}" if missing else ""
-    remark(f"Asking the Hugging Face hub for {name}{why}...")
     api = HfApi()
     with _failures(name):
         info = api.model_info(name, files_metadata=True, timeout=HF_HUB_ETAG_TIMEOUT)
@@ -240,39 +248,34 @@ def _asked(name: str, missing: Sequence[str]) -> HubSource:
 
 @contextmanager
 def _failures(name: str) -> Iterator[None]:
-    """What the hub answers, or what keeps it from answering, in words."""
+    """Raise errors of the hub as TierStoreError."""
     from huggingface_hub import errors
 
     try:
         yield
     except errors.OfflineModeIsEnabled as error:
-        raise _Unreachable(
+        raise _OfflineError(
             f"there is no file or directory {name}, and the model {name} is not (or not whole) in "
-            "the cache of the Hugging Face hub, which may not be asked: HF_HUB_OFFLINE is set",
-            "Give the path of a checkpoint, or unset HF_HUB_OFFLINE.",
+            "the cache of the Hugging Face hub, which may not be asked, as HF_HUB_OFFLINE is set: "
+            "give the path of a checkpoint, or unset it"
         ) from error
     except errors.GatedRepoError as error:
-        raise Failure(
-            f"{name} is gated: the hub shows its files to those who accepted its conditions",
-            f"Accept them at https://huggingface.co/{name}, then log in: `hf auth login`, or set "
-            "HF_TOKEN.",
+        raise CheckpointError(
+            f"{name} is gated: accept its conditions at https://huggingface.co/{name}, then log "
+            "in: `hf auth login`, or set HF_TOKEN"
         ) from error
     except errors.RepositoryNotFoundError as error:
-        raise Failure(
+        raise CheckpointError(
             f"there is no file or directory {name}, and no model {name} in the Hugging Face hub "
-            "that you may see",
-            "Check the name. For a private model log in: `hf auth login`, or set HF_TOKEN.",
+            "that you may see: check the name; for a private model log in: `hf auth login`, or set "
+            "HF_TOKEN"
         ) from error
     except errors.SafetensorsParsingError as error:
-        raise Failure(f"{name} in the hub: {error}", "Give another CHECKPOINT.") from error
+        raise CheckpointError(f"{name} in the hub: {error}; give another CHECKPOINT") from error
     except (OSError, errors.HTTPError) as error:  # the latter is its client's, of whatever kind
-        raise _Unreachable(
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise _UnreachableError(
             f"there is no file or directory {name}, and the Hugging Face hub could not be asked "
-            f"for a model of this name ({_first_line(error)})",
-            "Check the network (and HF_ENDPOINT), or give the path of a checkpoint.",
-            Code.UNEXPECTED,
+            f"for a model of this name ({why}): check the network (and HF_ENDPOINT), or give the "
+            "path of a checkpoint"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.cli.conftest import Inspect, on_terminal
+from tests.cli.conftest import Inspect
 from tierstore import TierStore
 from tierstore.cli.commands import inspector
 from tierstore.model.sizes import available_memory, parse_size
@@ -108,17 +108,6 @@ def test_where_only_auto_is_enough_less_is_named(inspect: Inspect, checkpoint: P
     assert enough(inspect.json("plan", checkpoint, *tried("4MB", less, "auto"))) == [less]
 
 
-def test_what_is_told_beside_them_may_be_less_than_all_weights(
-    inspect: Inspect, checkpoint: Path
-) -> None:
-    options = "--compute", "0.25", "--disk-bandwidth", "50MB/s"
-    advice = inspect.json("plan", checkpoint, "--ram", "2MB", *options)["advice"]
-    assert not advice["tried"]
-    assert 3_000_000 <= advice["ram"] <= 12_000_000
-    both = inspect.json("plan", checkpoint, *tried("2MB", advice["ram_budget"]), *options)
-    assert enough(both) == [advice["ram_budget"]]
-
-
 def test_more_memory_does_not_help_a_slow_link(inspect: Inspect, checkpoint: Path) -> None:
     options = "--device", "4MB", "--disk-bandwidth", "100GB/s", "--link-bandwidth", "10MB/s"
     found = inspect.json("plan", checkpoint, *tried("8MB", "40MB"), *options)
@@ -158,16 +147,6 @@ def test_a_newcomer_types_a_name_and_no_more(inspect: Inspect, checkpoint: Path)
     assert all(plan["overlaps"] for plan in ladder)
     assert enough(found) == ["24MB"]
     assert [plan["steps"][0]["read"] == 0 for plan in ladder] == [False] * 7 + [True]
-
-
-def test_the_smallest_that_is_tried_has_room_to_read_and_compute(
-    inspect: Inspect, tmp_path: Path
-) -> None:
-    weights = {f"blocks.{n}.weight": torch.zeros(512, 512) for n in range(12)}
-    save_file(weights, tmp_path / "model.safetensors")
-    first, *_ = inspect.json("plan", tmp_path)["plans"]
-    assert 3 * (1 << 20) <= first["ram"] <= 6_000_000
-    assert first["overlaps"]
 
 
 def test_auto_is_what_a_store_would_take(
@@ -223,19 +202,6 @@ def test_all_sizes_are_told_in_the_units_that_were_typed(
     assert computed
     assert {text.split()[1].endswith("iB") for text in computed} == {unit.endswith("iB")}
     assert f"16.{'8' if unit == 'MB' else '0'} {unit}" in result.stdout
-
-
-@pytest.mark.full("one width is enough", keep=["80"])
-@pytest.mark.parametrize("columns", [80, 120])
-def test_it_fits_a_terminal(checkpoint: Path, columns: int) -> None:
-    options = "--device", "4MB", "--disk-bandwidth", "1GB/s", "--compute", "0.01", "--steps", "4"
-    shown = on_terminal("plan", checkpoint, *options, COLUMNS=str(columns))
-    assert shown.exit_code == 0
-    lines = re.sub(r"\x1b\[[0-9;]*[a-zA-Z]", "", shown.output).split("\n")
-    assert max(len(line.rpartition("\r")[2].rstrip()) for line in lines) <= columns
-    assert "Give ram_budget=" in shown.output
-    for title in ("RAM", "STAYS", "READ", "ONLOADED", "SECONDS", "WAITED"):
-        assert title in shown.output
 
 
 def test_a_budget_that_is_too_small_stands_beside_the_others(

@@ -1,51 +1,58 @@
-"""Which budget: what is tried if nobody says, and which of those that were tried is enough.
+"""Trials of budgets, and advice: the smallest budget that is enough.
 
-In a loop over all weights, what does not fit is read again in each step: reads fall with every
-byte of budget, and there is no bend in them to look for. So a budget is *enough* if a step takes at
-most SLOWER times as long as with all weights in RAM. Where it is not known how long a step takes,
-or how fast the disk is, it is enough if a step reads nothing. The smallest one is advised.
+In a loop over all weights, those that do not fit are read again in each step, and reads fall
+steadily with every byte of budget. So a budget is *enough* if a step takes at most SLOWER times as
+long as with all weights in RAM. If the time of a step or the speed of the disk is unknown, it is
+enough if a step reads nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from tierstore.cli import budgets, words
-from tierstore.cli.budgets import COMFORTABLE, Budget
-from tierstore.cli.contents import Model, in_every_step
-from tierstore.cli.forecast import Conditions, Cut, cut, forecast, room_for_all
-from tierstore.cli.output import Document, Failure
+from tierstore.forecasting.budgets import Budget
+from tierstore.forecasting.forecast import Conditions, Partition, forecast, partition, room_for_all
+from tierstore.forecasting.sources import Model, in_every_step
+from tierstore.model.formatting import Units, at_least, size
 from tierstore.model.sizes import PAGE, available_memory, is_auto
+
+Forecast = dict[str, Any]
+
+COMFORTABLE = 3
+"""Number of the largest groups that should fit: one in use, one arriving, and the next."""
 
 SLOWER = 1.05
 
 MOST = 8
-"""Budgets that are tried if nobody says which, besides `auto`."""
+"""Number of budgets to try by default, besides `auto`."""
 
 _STEPS = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768)
 _ROUND = [int(step * 1000**power) for power in range(1, 5) for step in _STEPS]
-"""Bytes, as memory is sold: 8GB, 12GB, 16GB, 24GB..."""
+"""Bytes in usual sizes of memory: 8GB, 12GB, 16GB, 24GB..."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A budget that was played. `problem` says why it is none; then there are no `steps`."""
+    """A budget that was simulated. If it is too small, `problem` and `remedy` say so, and there are
+    no `steps`."""
 
     budget: Budget
-    cut: Cut
-    steps: tuple[Document, ...] = ()
-    problem: Failure | None = None
+    partition: Partition
+    steps: tuple[Forecast, ...] = ()
+    problem: str | None = None
+    remedy: str = ""
 
     @property
     def overlaps(self) -> bool:
-        """Whether it has room for what is in use, what arrives, and what comes next."""
-        return self.budget.nbytes >= COMFORTABLE * self.cut.largest.nbytes
+        """Whether there is room for the groups in use, arriving, and next."""
+        return self.budget.nbytes >= COMFORTABLE * self.partition.largest.nbytes
 
 
 @dataclass(frozen=True)
 class Advice:
-    """The budget to give, and whether it is one `of_tried`; `text` says so in words."""
+    """The budget to use, and whether it is one `of_tried`; `text` says so in words."""
 
     budget: Budget
     of_tried: bool
@@ -53,20 +60,15 @@ class Advice:
 
 
 def ladder(models: Sequence[Model], conditions: Conditions) -> list[Budget]:
-    """Budgets to try if nobody says which: from what the largest modules need to all weights, and
-    what `auto` is on this machine now."""
-    least = COMFORTABLE * cut(models, PAGE, conditions).largest.nbytes
+    """Return the budgets to try by default: from the largest module to all weights, and `auto`."""
+    least = COMFORTABLE * partition(models, PAGE, conditions).largest.nbytes
     most = room_for_all(models, conditions)
     usable = [nbytes for nbytes in _ROUND if nbytes >= max(least, PAGE)] or [least]
     count = next((n for n, nbytes in enumerate(usable) if nbytes >= most), len(usable) - 1)
     tried = usable[: count + 1]
     if len(tried) > MOST:
         tried = [tried[0], *tried[1 - MOST :]]
-    return [*map(_written, tried), budgets.ram("auto")]
-
-
-def _written(nbytes: int) -> Budget:
-    return budgets.ram(words.at_least(nbytes))
+    return [*map(Budget.at_least, tried), Budget.parse("auto")]
 
 
 @dataclass
@@ -77,21 +79,32 @@ class Trials:
     conditions: Conditions
 
     def tried(self, budget: Budget) -> Trial:
-        """What each step would take with this budget."""
-        parts = cut(self.models, budget.nbytes, self.conditions)
-        problem = _too_small(parts, budget, self.conditions.device)
-        if problem is not None:
-            return Trial(budget, parts, problem=problem)
-        return Trial(budget, parts, tuple(self._played(parts, budget.nbytes)))
+        """Simulate the steps with this budget."""
+        parts = partition(self.models, budget.nbytes, self.conditions)
+        largest, units = parts.largest, budget.units or Units.DECIMAL
+        tiers = ("--ram", budget.text, budget.nbytes), ("--device", "", self.conditions.device)
+        for option, text, nbytes in tiers:
+            if nbytes is not None and largest.nbytes > nbytes:
+                least, most = (at_least(n * largest.nbytes, units) for n in (1, COMFORTABLE))
+                return Trial(
+                    budget,
+                    parts,
+                    problem=f"{' '.join(filter(None, (option, text)))} is too small: the group "
+                    f"{largest.key!r} alone has {largest.nbytes:,} bytes, and no module can be "
+                    "divided",
+                    remedy=f"Give at least {option} {least}; {most} would let reading and "
+                    "computing overlap.",
+                )
+        return Trial(budget, parts, tuple(self._forecasts(parts, budget.nbytes)))
 
-    def _played(self, parts: Cut, ram: int) -> list[Document]:
+    def _forecasts(self, parts: Partition, ram: int) -> list[Forecast]:
         known = {group.key: group.nbytes for part in parts.components for group in part.groups}
         names = {model.name for model in in_every_step(self.models)}
         looping = [part for part in parts.components if part.name in names]
         return [forecast(part, known, ram, self.conditions) for part in looping]
 
-    def advice(self, trials: Iterable[Trial], units: words.Units) -> Advice:
-        """The smallest budget that is enough; one that was not tried, if none of these is."""
+    def advice(self, trials: Iterable[Trial], units: Units) -> Advice:
+        """Return the smallest budget that is enough, tried or not."""
         possible = sorted(
             (trial for trial in trials if trial.problem is None),
             key=lambda trial: trial.budget.nbytes,
@@ -105,32 +118,32 @@ class Trials:
         found = self._between(possible[-1].budget, whole)
         return Advice(found.budget, False, self._in_words(found, False))
 
-    def _less_than(self, found: Trial, possible: Sequence[Trial], units: words.Units) -> str:
-        """What else would do, where `"auto"` is much more than is needed."""
+    def _less_than(self, found: Trial, possible: Sequence[Trial], units: Units) -> str:
+        """Name a smaller budget, if `"auto"` is much more than is needed."""
         below = [trial for trial in possible if trial.budget.nbytes < found.budget.nbytes]
         if not is_auto(found.budget.text) or not below:
             return ""
         less = self._between(below[-1].budget, self.tried(self._for_all(units)))
         return f" {less.budget.text!r} would do, too."
 
-    def _for_all(self, units: words.Units) -> Budget:
-        """A budget with which no step reads anything."""
+    def _for_all(self, units: Units) -> Budget:
+        """Return a budget with which no step reads anything."""
         looping = in_every_step(self.models)
         needed = max(room_for_all([model], self.conditions) for model in looping)
-        budget = budgets.ram(words.at_least(needed, units))
+        budget = Budget.at_least(needed, units)
         if _reads_nothing(self.tried(budget).steps):
             return budget
-        return budgets.ram(words.at_least(room_for_all(self.models, self.conditions), units))
+        return Budget.at_least(room_for_all(self.models, self.conditions), units)
 
     def _between(self, tried: Budget, whole: Trial) -> Trial:
-        """The smallest round budget above `tried` that is enough, or `whole`."""
+        """Find the smallest round budget above `tried` that is enough, or `whole`."""
         if not self._compares_times(whole.steps):
             return whole
         choice = [n for n in _ROUND if tried.nbytes < n < whole.budget.nbytes]
         best, low, high = whole, 0, len(choice)
         while low < high:
             middle = (low + high) // 2
-            trial = self.tried(_written(choice[middle]))
+            trial = self.tried(Budget.at_least(choice[middle]))
             if trial.problem is None and _is_enough(trial.steps, whole.steps):
                 best, high = trial, middle
             else:
@@ -138,8 +151,8 @@ class Trials:
         return best
 
     @staticmethod
-    def _compares_times(whole: Iterable[Document]) -> bool:
-        """Whether a step takes any time that waiting for the disk could be compared with."""
+    def _compares_times(whole: Iterable[Forecast]) -> bool:
+        """Whether a step takes any time that waits could be compared with."""
         return any(step["seconds"] for step in whole)
 
     def _in_words(self, trial: Trial, of_tried: bool) -> str:
@@ -157,32 +170,16 @@ class Trials:
             )
         there = available_memory()
         if trial.budget.nbytes > there:
-            units = trial.budget.units or words.Units.DECIMAL
-            text += f" (On this machine, {words.size(there, units)} are available now.)"
+            units = trial.budget.units or Units.DECIMAL
+            text += f" (On this machine, {size(there, units)} are available now.)"
         return text
 
 
-def _too_small(parts: Cut, budget: Budget, device: int | None) -> Failure | None:
-    largest, units = parts.largest, budget.units or words.Units.DECIMAL
-    for option, text, nbytes in (
-        ("--ram", budget.text, budget.nbytes),
-        ("--device", "", device),
-    ):
-        if nbytes is not None and largest.nbytes > nbytes:
-            least, most = (words.at_least(n * largest.nbytes, units) for n in (1, COMFORTABLE))
-            return Failure(
-                f"{' '.join(filter(None, (option, text)))} is too small: the group "
-                f"{largest.key!r} alone has {largest.nbytes:,} bytes, and no module can be cut",
-                f"Give at least {option} {least}; {most} would let reading and computing overlap.",
-            )
-    return None
-
-
-def _reads_nothing(steps: Iterable[Document]) -> bool:
+def _reads_nothing(steps: Iterable[Forecast]) -> bool:
     return not any(step["read"] for step in steps)
 
 
-def _is_enough(steps: Sequence[Document], whole: Sequence[Document]) -> bool:
+def _is_enough(steps: Sequence[Forecast], whole: Sequence[Forecast]) -> bool:
     """Whether each step takes at most SLOWER times as long as with all weights in RAM."""
     if any(step["seconds"] is None for step in steps):
         return _reads_nothing(steps)

@@ -1,4 +1,4 @@
-"""What the machine offers: versions, memory, file systems, direct reads, GPUs."""
+"""The machine: versions, memory, file systems, direct reads, GPUs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LIBRARIES = Path(__file__).parents[1] / "adapters" / "compat"
 def packages() -> list[str]:
     """Return the packages whose versions matter: what this one needs, and what it supports."""
     supported = [info.name for info in pkgutil.iter_modules([str(LIBRARIES)])]
-    return sorted({*requirements(), "safetensors", *supported} - {"patches"})
+    return sorted({*requirements(), "safetensors", *supported})
 
 
 def version_of(package: str) -> str | None:
-    """The installed version of a package, without importing it."""
+    """Return the installed version of a package, without importing it."""
     from importlib import metadata  # when it is needed: the command line must start at once
 
     try:
@@ -36,7 +36,7 @@ def version_of(package: str) -> str | None:
 
 
 def _text(path: Path) -> str | None:
-    """What a file of the kernel says; None if it cannot be read."""
+    """Read a file of the kernel; None if that fails."""
     try:
         return path.read_text(errors="surrogateescape")
     except OSError:
@@ -44,7 +44,7 @@ def _text(path: Path) -> str | None:
 
 
 def direct_reads(directory: str) -> str:
-    """Whether files there can be read past the page cache: tried, leaving nothing behind."""
+    """Try whether files there can be read past the page cache. Leaves no file behind."""
     flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
     try:
         os.close(os.open(directory, flags, 0o600))
@@ -65,14 +65,14 @@ def direct_reads(directory: str) -> str:
 
 
 def huge_pages(root: Path = Path("/")) -> str | None:
-    """The chosen setting of transparent huge pages: always, madvise or never."""
+    """Return the setting of transparent huge pages: always, madvise or never."""
     text = _text(root / "sys/kernel/mm/transparent_hugepage/enabled")
     chosen = re.search(r"\[(\w+)\]", text or "")
     return chosen[1] if chosen else None
 
 
 def gpus(root: Path = Path("/")) -> list[str]:
-    """The NVIDIA GPUs that the driver lists."""
+    """List the NVIDIA GPUs of the driver."""
     files = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
     texts = [text for file in files if (text := _text(file)) is not None]
     found = [re.search(r"^Model:\s*(.+)$", text, re.MULTILINE) for text in texts]
@@ -80,13 +80,13 @@ def gpus(root: Path = Path("/")) -> list[str]:
 
 
 def gpu_driver(root: Path = Path("/")) -> str | None:
-    """The version of the NVIDIA driver."""
+    """Return the version of the NVIDIA driver."""
     found = re.search(r"\b\d+\.\d+(\.\d+)?\b", _text(root / "proc/driver/nvidia/version") or "")
     return found[0] if found else None
 
 
 def environment(directory: str) -> dict[str, Any]:
-    """Everything that a report about a problem should say about the machine."""
+    """Describe the machine, for a bug report."""
     return {
         "tierstore": version_of("tierstore"),
         "python": platform.python_version(),

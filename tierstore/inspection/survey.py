@@ -1,7 +1,7 @@
-"""What is in a store's directory, found without a lock and without changing anything.
+"""A survey of a store's directory, which takes no lock and changes nothing.
 
-Only regular files that bear the store's own names are opened. Files that vanish while we look were
-removed or replaced by a live store.
+Only regular files with the store's own names are opened. A file that vanishes meanwhile was removed
+or replaced by a live store.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import errno
 import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from tierstore.cli.directories import (
+from tierstore.errors import CorruptDataError, TransferError
+from tierstore.inspection.directories import (
     Item,
     item_of,
     items_below,
@@ -26,13 +26,12 @@ from tierstore.cli.directories import (
     opened_parent,
     opened_store,
 )
-from tierstore.cli.output import Code, Document, Failure, system_failures
-from tierstore.model.errors import CorruptDataError, TransferError
 from tierstore.model.groups import TensorSpec
 from tierstore.model.header import KEY
 from tierstore.model.header_reader import HeaderReader
 from tierstore.model.objects import StoredObject
 from tierstore.system.collector import paused
+from tierstore.system.files import transfer_errors
 from tierstore.system.locking import is_locked
 from tierstore.system.objects import (
     LOCK,
@@ -54,10 +53,10 @@ from tierstore.system.objects import (
 from tierstore.tiers.directory import SPILL_NAME, TEMPORARY_NAME
 
 QUARANTINE = "quarantine"
-"""The directory into which `verify --repair` moves what is damaged. The store never looks there."""
+"""The directory for damaged objects. No store ever reads it."""
 
 NOTE_SUFFIX = ".note.json"
-"""How the names of the notes end that lie beside what was put away."""
+"""The end of the name of a note, which lies beside each object in quarantine."""
 
 _DIRECTORY_NAME = re.compile(rf"{TEMPORARY}|{OBJECTS}(/{SHARD_NAME.pattern})?")
 _FILE_NAME = re.compile(rf"{LOCK}|{OBJECTS}/{SHARD_NAME.pattern}/{OBJECT_NAME.pattern}")
@@ -79,8 +78,8 @@ _HEAD = 1 << 16
 class Problem:
     """Why an object cannot be used.
 
-    `damaged` is False if it could not be read at all: it may be whole, so it is never pruned. Where
-    `passing`, not even that is the file's fault: the machine was short of something.
+    `damaged` is False if it could not be read: it may be whole, so it is never pruned. `passing`
+    means that the machine was short of something, which says nothing about the file.
     """
 
     reason: str
@@ -89,6 +88,10 @@ class Problem:
     found: str | None = None
     tensor: str | None = None
     passing: bool = False
+
+    def described(self) -> dict[str, str | None]:
+        """Return the facts about it, for a JSON document."""
+        return {name: getattr(self, name) for name in ("reason", "tensor", "expected", "found")}
 
 
 @dataclass(frozen=True)
@@ -102,14 +105,14 @@ class Group:
 
     @property
     def state(self) -> str:
-        """In one word, whether the group can be used (as far as its header tells)."""
+        """One word: whether the group can be used, as far as its header says."""
         if self.problem is None:
             return "ok"
         return "damaged" if self.problem.damaged else "unreadable"
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Its tensors; none if the header cannot be believed."""
+        """Its tensors; none if the header is invalid."""
         blocks = self.stored.packing.blocks if self.stored else ()
         return tuple(tensor for block in blocks for tensor in block.views)
 
@@ -118,8 +121,8 @@ class Group:
 class Contents:
     """Everything in a store's directory. `locked_by` names the live process that uses it.
 
-    `exposed` is what the store keeps for its owner and somebody else may read or change. `free` are
-    the bytes that the file system has left.
+    `exposed` are files and directories of the store that other users may read or change. `free` are
+    the bytes left on the file system.
     """
 
     directory: str
@@ -138,92 +141,44 @@ class Contents:
 
     @property
     def damaged(self) -> list[Group]:
-        """The objects that are known to be worth nothing."""
+        """The objects that are known to be damaged."""
         return [group for group in self.groups if group.state == "damaged"]
 
     @property
     def in_the_way(self) -> list[Group]:
-        """What lies where only the store's own files and directories can be."""
+        """Entries that take a place of the store's own files and directories."""
         found = ((item, _in_the_way(self.directory, item)) for item in self.stray)
         return [Group(item, None, None, problem) for item, problem in found if problem is not None]
 
     @property
     def put_away(self) -> list[Item]:
-        """What is in quarantine, without the notes on it."""
+        """Entries in quarantine, without the notes on them."""
         return [item for item in self.quarantine if not item.name.endswith(NOTE_SUFFIX)]
 
     def own(self, item: Item) -> None:
-        """Note one of the store's own files or directories."""
+        """Add one of the store's own files or directories."""
         if item.mode & _OTHERS:
             self.exposed.append(item)
 
     def sort(self, item: Item, ours: re.Match[str] | None) -> None:
-        """Note something that is temporary, if its name is one of ours, or else stray."""
+        """Add a temporary file if the name is one of ours, or else a stray entry."""
         is_ours = ours is not None and item.kind == "file"
         (self.temporary if is_ours else self.stray).append(item)
 
 
-def told_by_state(states: Iterable[str]) -> str:
-    """How many groups are in which state, such as "2 damaged, 1 unreadable"."""
-    return ", ".join(f"{count:,} {state}" for state, count in sorted(Counter(states).items()))
-
-
-def told_of_stray(count: int) -> str:
-    """How many files, directories and links there are besides those that tierstore wrote."""
-    return f"{count:,} {'entry that is' if count == 1 else 'entries that are'} not tierstore's"
-
-
 def total(items: Iterable[Item]) -> int:
-    """The bytes of some files."""
+    """Add up the bytes of some files."""
     return sum(item.nbytes for item in items)
-
-
-# Rows of documents and tables ---------------------------------------------------------------------
-
-
-def path_of(directory: str, item: Item) -> str:
-    """The absolute path of something in the directory."""
-    return os.path.join(os.path.abspath(directory), item.name)
-
-
-def item_row(directory: str, item: Item) -> Document:
-    """Something in the directory."""
-    return {"path": path_of(directory, item), "kind": item.kind, "nbytes": item.nbytes}
-
-
-def item_rows(directory: str, items: Iterable[Item]) -> list[Document]:
-    """Things in the directory."""
-    return [item_row(directory, item) for item in items]
-
-
-def group_row(root: str, group: Group) -> Document:
-    """One group in one object of the directory at the absolute path `root`."""
-    tensors = group.tensors
-    return {
-        "key": group.key,
-        "path": f"{root}/{group.item.name}",
-        "nbytes": group.item.nbytes,
-        "modified": group.item.modified,
-        "tensors": len(tensors),
-        "dtypes": sorted({tensor.dtype for tensor in tensors}),
-        "state": group.state,
-        "problem": group.problem and problem_row(group.problem),
-    }
-
-
-def problem_row(problem: Problem) -> Document:
-    """What is wrong with an object."""
-    return {name: getattr(problem, name) for name in ("reason", "tensor", "expected", "found")}
 
 
 # Looking through a directory ----------------------------------------------------------------------
 
 
 def survey(directory: str) -> Contents:
-    """Look through a store's directory."""
+    """Survey a store's directory. Raises TierStoreError."""
     contents = Contents(directory)
     with opened_store(directory) as root:
-        with system_failures(f"reading {directory}"), paused():
+        with transfer_errors("reading", path=directory), paused():
             _walk(contents, root)
             room = os.fstatvfs(root)
         contents.free = room.f_bavail * room.f_frsize
@@ -285,33 +240,20 @@ def _walk_shard(
 
 
 def find_group(directory: str, key: str, root: int | None = None) -> Group | None:
-    """The group of a key, or what is left of it; None if no file has the name of that key.
+    """Find the group of a key, or what is left of it; None if no file has the name of that key.
 
     `root` is a descriptor of the directory, if it is open already.
     """
     name = _path_of(key)
     with (
         opened_store(directory) if root is None else nullcontext(root) as store,
-        system_failures(f"reading {directory}"),
+        transfer_errors("reading", path=directory),
         opened_parent(store, name) as shard,
     ):
         item = None if shard is None else look_at(shard, os.path.basename(name), name)
         if shard is None or item is None or item.kind != "file":
             return None
         return _read_group(directory, shard, item)
-
-
-def existing_groups(directory: str, keys: Iterable[str], root: int | None = None) -> list[Group]:
-    """The groups of some keys, or what is left of them. Fails if there is none of a key."""
-    found = {key: find_group(directory, key, root) for key in keys}
-    missing = ", ".join(repr(key) for key, group in found.items() if group is None)
-    if missing:
-        raise Failure(
-            f"{directory} has no group {missing}",
-            f"List the keys with: tierstore-inspect ls {directory}",
-            Code.UNKNOWN_KEY,
-        )
-    return [group for group in found.values() if group is not None]
 
 
 def _read_group(directory: str, shard: int, item: Item) -> Group | None:
@@ -338,7 +280,7 @@ def _group_in(shard: int, item: Item, header: FetchedHeader, reader: HeaderReade
 
 
 def _claimed_key(shard: int, item: Item) -> str | None:
-    """The key in a header that cannot be believed: the file's name tells whether it is right."""
+    """Guess the key of an invalid header; the file's name tells whether it is right."""
     try:
         descriptor = os.open(os.path.basename(item.name), READ, dir_fd=shard)
         with os.fdopen(descriptor, "rb") as file:
@@ -362,7 +304,7 @@ def _problem(error: TransferError, item: Item) -> Problem:
 
 
 def is_passing(error: BaseException | None) -> bool:
-    """Whether an error says nothing about the file: the machine was short of something."""
+    """Whether an error says nothing about the file, as the machine was short of something."""
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 

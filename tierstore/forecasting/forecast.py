@@ -1,16 +1,16 @@
-"""What a run would read, keep and wait for: a checkpoint's groups, played through the planner."""
+"""Simulation of a checkpoint's groups with the planner: bytes read and kept, and waits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from tierstore.cli.budgets import by_tier
-from tierstore.cli.contents import Model
-from tierstore.cli.output import Document
+from tierstore.forecasting.budgets import by_tier
+from tierstore.forecasting.sources import Model
 from tierstore.model.groups import GroupSpec
 from tierstore.model.module_tree import groups_of
-from tierstore.model.outline import usual_sizes
+from tierstore.model.outline import tile_bytes, usual_sizes
 from tierstore.model.sizes import PAGE, slot_bytes
 from tierstore.model.tiers import Tier
 from tierstore.plan.loop_plan import Loop, Step
@@ -22,9 +22,9 @@ TO_DEVICE = (Tier.HOST, Tier.DEVICE)
 
 @dataclass(frozen=True)
 class PlannedComponent:
-    """A model, and the groups that it is cut into for some budgets.
+    """A model and its groups for some budgets.
 
-    `in_files` says, by key, how many bytes of the files are read for a group.
+    `in_files` has, by key, the bytes of the files that are read for a group.
     """
 
     name: str
@@ -44,11 +44,11 @@ class PlannedComponent:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What a run meets, whatever its `ram_budget`.
+    """All that a run depends on besides its `ram_budget`.
 
-    `device` is the device's budget in bytes, or None where there is none; `bandwidth` the bytes per
-    second of each hop, as far as they are known: without the disk's, no seconds are told. A step
-    computes for `compute` seconds; `steps` of them are played.
+    `device` is the device's budget in bytes; None without a device. `bandwidth` has the bytes per
+    second of each known hop: without the disk's, forecasts have no seconds. A step computes for
+    `compute` seconds; `steps` of them are simulated.
     """
 
     offload_type: str
@@ -59,8 +59,8 @@ class Conditions:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """All models of a checkpoint, cut for one `ram_budget`."""
+class Partition:
+    """All models of a checkpoint, partitioned for one `ram_budget`."""
 
     ram: int
     components: tuple[PlannedComponent, ...]
@@ -72,8 +72,8 @@ class Cut:
         return max(groups, key=lambda group: group.nbytes)
 
 
-def cut(models: Iterable[Model], ram: int, conditions: Conditions) -> Cut:
-    """Each model cut as `enable_group_offload` would cut it, in a store of this budget."""
+def partition(models: Iterable[Model], ram: int, conditions: Conditions) -> Partition:
+    """Partition each model as `enable_group_offload` would, in a store of this budget."""
     budgets = by_tier(ram, conditions.device)
     found = []
     for model in models:
@@ -91,17 +91,17 @@ def cut(models: Iterable[Model], ram: int, conditions: Conditions) -> Cut:
         ]
         in_files = {group.key: read for group, read in named}
         found.append(PlannedComponent(model.name, tuple(group for group, _ in named), in_files))
-    return Cut(ram, tuple(found))
+    return Partition(ram, tuple(found))
 
 
 def room_for_all(models: Sequence[Model], conditions: Conditions) -> int:
-    """Bytes of a `ram_budget` that has room for all groups of these models, in whole pages.
+    """Return the bytes of a `ram_budget` with room for all groups of these models.
 
-    How they are cut depends on the budget, and what they take on how they are cut: a little.
+    The groups depend on the budget, and their sizes (a little) on the groups.
     """
     nbytes = sum(model.nbytes for model in models)
     for _ in range(8):
-        parts = cut(models, max(nbytes, PAGE), conditions).components
+        parts = partition(models, max(nbytes, PAGE), conditions).components
         needed = sum(slot_bytes(group.nbytes) for part in parts for group in part.groups)
         if needed <= nbytes:
             break
@@ -111,12 +111,11 @@ def room_for_all(models: Sequence[Model], conditions: Conditions) -> int:
 
 def forecast(
     component: PlannedComponent, known: Mapping[str, int], ram: int, conditions: Conditions
-) -> Document:
-    """One step of a component's loop, once the planner knows the order: bytes and seconds.
+) -> dict[str, Any]:
+    """Forecast one step of a component's loop, once the planner knows it: bytes and seconds.
 
-    What is told is the mean of the second half of the steps that are played. `resident` are the
-    bytes of the files that need not be read in a step, as they stay in memory. `known` are all
-    groups that the store has, by key, with their bytes.
+    Figures are the mean of the second half of the simulated steps. `resident` are the bytes of the
+    files that a step need not read. `known` are all groups of the store by key, with their bytes.
 
     Raises BudgetError if a group is larger than a budget.
     """
@@ -125,28 +124,29 @@ def forecast(
         Step(group.key, (number,), conditions.compute * group.nbytes / nbytes)
         for number, group in enumerate(groups)
     ]
+    budgets = by_tier(ram, conditions.device)
     passes = simulate_loop(
         Loop(tuple(uses), tuple(known[group.key] for group in groups)),
-        by_tier(ram, conditions.device),
+        budgets,
         conditions.steps,
         bandwidth=conditions.bandwidth,
-        tile=max(known.values()),
+        tile=tile_bytes(budgets),
     )
     later = passes[conditions.steps // 2 :]
 
-    def each(told: Callable[[LoopPass], float]) -> float:
-        return sum(map(told, later)) / len(later)
+    def mean(figure: Callable[[LoopPass], float]) -> float:
+        return sum(map(figure, later)) / len(later)
 
     def read_by(one: LoopPass) -> int:
         return sum(count * component.in_files[groups[n].key] for n, count in one.reads.items())
 
-    read, timed = each(read_by), FROM_DISK in conditions.bandwidth
+    read, timed = mean(read_by), FROM_DISK in conditions.bandwidth
     return {
         "component": component.name,
         "resident": round(max(component.file_bytes - read, 0.0)),
         "first_read": read_by(passes[0]),
         "read": round(read),
-        "onloaded": round(each(lambda one: one.bytes_moved.get(TO_DEVICE, 0))),
-        "seconds": each(lambda one: one.seconds) if timed else None,
-        "stalled_seconds": each(lambda one: one.stalled) if timed else None,
+        "onloaded": round(mean(lambda one: one.bytes_moved.get(TO_DEVICE, 0))),
+        "seconds": mean(lambda one: one.seconds) if timed else None,
+        "stalled_seconds": mean(lambda one: one.stalled) if timed else None,
     }

@@ -1,13 +1,12 @@
-"""How fast a disk is: measured as a store uses it, and remembered between processes for `plan`.
+"""The speed of a disk: measured as a store uses it, and remembered for later processes.
 
-Everything goes through the code that a store reads and writes with, into memory like its own, past
-the page cache, in a file without a name: whatever happens, nothing is left behind. What a disk
-keeps in memory of its own, or a host for its virtual machine, is measured with it. What the
-processor keeps is not: reads fill as much memory as those of a store. Into the same few megabytes
-again and again, a disk seems faster than it is for anybody who keeps what was read.
+The measurement uses the code that a store reads and writes with, into memory like its own, past the
+page cache, in a file without a name, which never stays behind. Caches of the disk or of the host of
+a virtual machine are measured too. The processor's are not: reads fill as much memory as those of a
+store, as a disk seems faster if the same few megabytes are filled again and again.
 
-What is remembered lies in the user's cache directory, for the owner only. It is a hint and no more:
-where it is missing, damaged or of another machine, the speed is not known.
+Speeds are remembered in the user's cache directory, for the owner only, and are only a hint: if the
+file is missing, damaged or of another machine, the speed is unknown.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tierstore.cli.directories import read_document
 from tierstore.model.sizes import round_up
+from tierstore.system.documents import read_document
 from tierstore.system.files import DISK_THREADS, READ_BLOCK, DataFile, OpenForWriting
 from tierstore.system.mapping import anonymous_file
 from tierstore.system.objects import READ
@@ -49,10 +48,10 @@ _HUGE_PAGE = 2 * MIB
 _LARGEST_FILE = MIB
 
 Advance = Callable[[int], object]
-"""Is told of every so many bytes that were moved."""
+"""Called with the number of bytes of each move."""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""Is told what is done next, and how many bytes it will move."""
+"""Makes the progress bar of a phase, from its name and its number of bytes."""
 
 
 # Measuring ----------------------------------------------------------------------------------------
@@ -60,11 +59,10 @@ Progress = Callable[[str, int], AbstractContextManager[Advance]]
 
 @dataclass(frozen=True)
 class DiskSpeed:
-    """What was seen, in bytes per second.
+    """The result, in bytes per second.
 
-    `read` is the median over the rounds. `new` is how fast blocks were written that the file had
-    not used before, `again` how fast they were overwritten. `direct` says whether the page cache
-    was passed by.
+    `read` is the median over the rounds. `new` is the speed of writing blocks that the file had not
+    used before, `again` that of overwriting them. `direct`: the page cache was bypassed.
     """
 
     read: float
@@ -146,7 +144,7 @@ def _huge_memory(nbytes: int) -> memoryview:
 
 
 def cache_file(environment: Mapping[str, str] = os.environ) -> Path:
-    """Where the speeds of disks are kept."""
+    """Return the path of the file with the speeds of disks."""
     wanted = environment.get("XDG_CACHE_HOME", "")
     # A relative path is to be ignored, says the specification of these variables.
     root = Path(wanted) if os.path.isabs(wanted) else Path(os.path.expanduser("~"), ".cache")
@@ -154,9 +152,9 @@ def cache_file(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def known_speed(path: str | os.PathLike[str]) -> float | None:
-    """Bytes per second that reads of the file system of `path` reached when it was measured.
+    """Return the measured read speed of the file system of `path`, in bytes per second.
 
-    None if nobody measured it on this machine: `tierstore-inspect bench DIR` does.
+    None if it was never measured on this machine: `tierstore-inspect bench DIR` does that.
     """
     try:
         entry = _entries().get(_name_of(path))
@@ -168,7 +166,7 @@ def known_speed(path: str | os.PathLike[str]) -> float | None:
 
 
 def remember(path: str | os.PathLike[str], speed: float) -> Path:
-    """Keep how fast the file system of `path` is read. Raises OSError if that cannot be."""
+    """Store the read speed of the file system of `path`. Raises OSError."""
     file = cache_file()
     if not file.is_absolute():
         raise FileNotFoundError("this user has no home directory: set XDG_CACHE_HOME")

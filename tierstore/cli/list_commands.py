@@ -1,4 +1,4 @@
-"""The commands that list: `ls`, `show`, `df`, `env`."""
+"""The commands `ls`, `show`, `df` and `env`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,15 @@ from typing import Any
 
 import click
 
-from tierstore import completion
-from tierstore.cli import completing, machine, options, words
+from tierstore.cli import options
 from tierstore.cli.output import Code, Column, Document, Failure, data, draw, print_json, remark
 from tierstore.cli.remote import is_url, list_files
-from tierstore.cli.report import (
-    Contents,
-    Group,
-    existing_groups,
-    group_row,
-    item_rows,
-    survey,
-    told_by_state,
-    told_of_stray,
-    total,
-)
+from tierstore.cli.rows import count_by_state, count_stray, existing_groups, group_row, item_rows
+from tierstore.inspection.survey import Contents, Group, survey, total
+from tierstore.model.formatting import ago, count, size
 from tierstore.model.groups import TensorSpec, contiguous_stride
 from tierstore.model.objects import StoredObject
+from tierstore.system import machine
 from tierstore.system.collector import paused
 
 # ls -----------------------------------------------------------------------------------------------
@@ -35,7 +27,7 @@ _NUMBERS = re.compile(r"([0-9]{1,18})")
 
 
 def _natural(text: str) -> list[tuple[int, str]]:
-    """Sorts layer 2 before layer 10."""
+    """Sort layer 2 before layer 10."""
     parts = _NUMBERS.split(text)  # text and numbers in turn
     return [(int(part), "") if i % 2 else (0, part) for i, part in enumerate(parts)]
 
@@ -50,8 +42,8 @@ _GROUPS = (
     Column("KEY", lambda row: row["name"] if row["key"] is None else row["key"], flexible=True),
     Column("TENSORS", lambda row: "?" if row["problem"] else f"{row['tensors']:,}", right=True),
     Column("DTYPES", lambda row: "?" if row["problem"] else ",".join(row["dtypes"])),
-    Column("SIZE", lambda row: words.size(row["nbytes"]), right=True),
-    Column("MODIFIED", lambda row: words.ago(row["modified"])),
+    Column("SIZE", lambda row: size(row["nbytes"]), right=True),
+    Column("MODIFIED", lambda row: ago(row["modified"])),
     Column("STATE", lambda row: row["state"]),
 )
 
@@ -59,18 +51,22 @@ _GROUPS = (
 @options.command("ls", "ls offload", "ls offload --sort size --limit 10", "ls offload --json")
 @options.default_directory_argument
 @click.option("--sort", type=click.Choice(list(_SORTING)), default="key", show_default=True)
-@click.option("--limit", type=click.IntRange(min=0), help="Show at most so many groups.")
 @click.option(
-    "--prefix", help="Show only groups whose key begins so.", shell_complete=completing.prefixes
+    "--limit", type=click.IntRange(min=0), help="Number of groups to show (default: all)."
+)
+@click.option(
+    "--prefix",
+    help="Beginning of the keys to show.",
+    shell_complete=options.complete_prefixes,
 )
 @paused()
 def list_groups(
     directory: str, sort: str, limit: int | None, prefix: str | None, as_json: bool
 ) -> None:
-    """List the groups: key, tensors, dtypes, size, time, and whether the file is intact.
+    """List the groups: key, tensors, dtypes, size, age and state.
 
-    Headers and file sizes are looked at here; `verify --data` reads the tensors too. DIR may be the
-    URL of a checkpoint in an object store (s3://bucket/model/): then its files are listed.
+    Reads headers and file sizes; `verify --data` reads the tensors too. DIR may be the URL of a
+    checkpoint in an object store (s3://bucket/model/), whose files are listed then.
     """
     if is_url(directory):
         list_files(directory, as_json=as_json)
@@ -99,7 +95,7 @@ def list_groups(
 
 
 def _totals(contents: Contents) -> Document:
-    """Counts and bytes of a directory. `reclaimable` is what `prune` removes, and no more."""
+    """Count and add up a directory. `reclaimable` is what `prune` removes, and no more."""
     damaged = [group.item for group in contents.damaged]
     return {
         "directory": os.path.abspath(contents.directory),
@@ -116,24 +112,24 @@ def _totals(contents: Contents) -> Document:
 
 def _summary(contents: Contents, shown: int) -> str:
     groups, nbytes = len(contents.groups), total(group.item for group in contents.groups)
-    parts = [f"{words.count(groups, 'group')}, {words.size(nbytes)}"]
+    parts = [f"{count(groups, 'group')}, {size(nbytes)}"]
     if not (groups or contents.temporary or contents.quarantine):
         parts.append("nothing is kept here: checkpoints are read where they lie")
     if shown < groups:
         parts.append(f"{shown:,} shown")
     if contents.unusable:
-        parts.append(told_by_state(group.state for group in contents.unusable))
+        parts.append(count_by_state(group.state for group in contents.unusable))
     if contents.temporary:
-        temporary = words.count(len(contents.temporary), "temporary file")
-        parts.append(f"{temporary} ({words.size(total(contents.temporary))})")
+        temporary = count(len(contents.temporary), "temporary file")
+        parts.append(f"{temporary} ({size(total(contents.temporary))})")
     if contents.stray:
-        parts.append(told_of_stray(len(contents.stray)))
+        parts.append(count_stray(len(contents.stray)))
     if contents.quarantine:
-        size = words.size(total(contents.quarantine))
-        parts.append(f"{len(contents.put_away):,} in quarantine ({size})")
+        nbytes = total(contents.quarantine)
+        parts.append(f"{len(contents.put_away):,} in quarantine ({size(nbytes)})")
     if contents.locked_by:
         parts.append(f"in use by {contents.locked_by}")
-    parts.append(f"{words.size(contents.free)} free")
+    parts.append(f"{size(contents.free)} free")
     return "; ".join(parts)
 
 
@@ -145,14 +141,14 @@ _TENSORS = (
     Column("SHAPE", lambda row: str(list(row["shape"]))),
     Column("STRIDE", lambda row: "" if row["contiguous"] else str(list(row["stride"]))),
     Column("TIED", lambda row: "" if row["tied"] is None else f"#{row['tied']}"),
-    Column("SIZE", lambda row: words.size(row["nbytes"]), right=True),
+    Column("SIZE", lambda row: size(row["nbytes"]), right=True),
     Column("OFFSET", lambda row: str(row["offset"]), right=True),
     Column("XXH3", lambda row: row["xxh3"]),
 )
 
 
 _SELDOM = ("STRIDE", "TIED")
-"""Columns that are left out where they say nothing of any tensor."""
+"""Columns that are left out if they are empty."""
 
 
 @options.command("show", "show offload transformer/blocks.3", "show offload latents --json")
@@ -161,14 +157,14 @@ _SELDOM = ("STRIDE", "TIED")
     metavar="[DIR] KEY",
     nargs=-1,
     required=True,
-    shell_complete=completing.directory_or_key,
+    shell_complete=options.complete_keys,
 )
 @click.pass_context
 def show(context: click.Context, names: tuple[str, ...], as_json: bool) -> None:
     """List the tensors of one group.
 
-    OFFSET is where a tensor begins in the file. Tensors with the same number under TIED share
-    memory. STRIDE is given for tensors whose elements do not lie in order.
+    OFFSET is the position of a tensor in the file. Tensors with the same number under TIED share
+    memory. STRIDE is shown for tensors whose elements are not in order.
     """
     if len(names) > 2:
         raise click.UsageError("One KEY only: a key with spaces in it must be quoted.")
@@ -189,15 +185,15 @@ def show(context: click.Context, names: tuple[str, ...], as_json: bool) -> None:
     if rows:
         told = [c for c in _TENSORS if c.title not in _SELDOM or any(map(c.cell, rows))]
         draw(told, rows)
-    tensors = words.count(len(rows), "tensor")
-    data(f"{tensors}, {words.size(about['nbytes'])} in {about['path']}")
+    tensors = count(len(rows), "tensor")
+    data(f"{tensors}, {size(about['nbytes'])} in {about['path']}")
 
 
 def _tensor_rows(stored: StoredObject) -> list[Document]:
-    """Every tensor of a stored group, by its place in the file.
+    """Describe the tensors of a stored group, by their order in the file.
 
-    `offset` is in bytes from the start of the file; `xxh3` is the checksum of the storage that the
-    tensor looks at. Tensors of one group with the same number in `tied` share some of it.
+    `offset` is in bytes from the start of the file; `xxh3` is the checksum of the tensor's storage.
+    Tensors of one group with the same number in `tied` share some of it.
     """
     packing = stored.packing
     rows: list[Document] = []
@@ -223,7 +219,7 @@ def _tensor_rows(stored: StoredObject) -> list[Document]:
 
 
 def _overlapping(views: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
-    """The tensors of one storage, those together that share bytes of it (or are joined by one)."""
+    """Cluster the tensors of one storage: those that share bytes, or are joined by one."""
     clusters: list[list[TensorSpec]] = []
     end = 0
     for view in sorted(views, key=lambda view: view.offset):
@@ -240,23 +236,23 @@ def _overlapping(views: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
 _DIRECTORIES = (
     Column("DIRECTORY", lambda d: d["as_given"], flexible=True),
     Column("GROUPS", lambda d: f"{d['group_count']:,}", right=True),
-    Column("OBJECTS", lambda d: words.size(d["nbytes"]), right=True),
-    Column("RECLAIMABLE", lambda d: words.size(d["reclaimable"]["nbytes"]), right=True),
-    Column("QUARANTINE", lambda d: words.size(d["quarantine"]["nbytes"]), right=True),
-    Column("FREE", lambda d: words.size(d["free"]), right=True),
+    Column("OBJECTS", lambda d: size(d["nbytes"]), right=True),
+    Column("RECLAIMABLE", lambda d: size(d["reclaimable"]["nbytes"]), right=True),
+    Column("QUARANTINE", lambda d: size(d["quarantine"]["nbytes"]), right=True),
+    Column("FREE", lambda d: size(d["free"]), right=True),
     Column("FILE SYSTEM", lambda d: d["file_system"] or "?"),
 )
 
 
 @options.command("df", "df offload", "df /scratch/*/offload --json")
-@click.argument("named", metavar="[DIR]...", nargs=-1, shell_complete=completion.directories)
+@click.argument("named", metavar="[DIR]...", nargs=-1, shell_complete=options.complete_directories)
 @click.pass_context
 def disk_use(context: click.Context, named: tuple[str, ...], as_json: bool) -> None:
-    """Say how much of the disk each directory takes, and how much of that can go.
+    """Show the disk space of each directory, and how much of it can be freed.
 
-    RECLAIMABLE is what `prune` would remove: files that a killed process left half-written. Damaged
-    objects, which go with `prune --damaged`, are counted under OBJECTS. QUARANTINE is what
-    `verify --repair` put away. What tierstore did not write is not counted.
+    RECLAIMABLE is what `prune` would delete: temporary files left by crashed processes. Damaged
+    objects, which `prune --damaged` deletes, count as OBJECTS. QUARANTINE is what `verify --repair`
+    moved there. Files that tierstore did not write are not counted.
     """
     directories = named or (options.named_or_default(context, None),)
     rows = [{**_totals(survey(d)), "file_system": machine.file_system_of(d)} for d in directories]
@@ -266,13 +262,9 @@ def disk_use(context: click.Context, named: tuple[str, ...], as_json: bool) -> N
         given = zip(directories, rows, strict=True)
         draw(_DIRECTORIES, [{**row, "as_given": directory} for directory, row in given])
         if len(rows) > 1:
-            nbytes, reclaimable = (
-                words.size(sum(numbers))
-                for numbers in zip(
-                    *((row["nbytes"], row["reclaimable"]["nbytes"]) for row in rows), strict=True
-                )
-            )
-            groups = words.count(sum(row["group_count"] for row in rows), "group")
+            nbytes = size(sum(row["nbytes"] for row in rows))
+            reclaimable = size(sum(row["reclaimable"]["nbytes"] for row in rows))
+            groups = count(sum(row["group_count"] for row in rows), "group")
             data(f"{len(rows):,} directories: {groups}, {nbytes}; {reclaimable} reclaimable")
 
 
@@ -285,11 +277,11 @@ def disk_use(context: click.Context, named: tuple[str, ...], as_json: bool) -> N
     "directory",
     metavar="DIR",
     default=".",
-    help="Look at this disk.",
-    shell_complete=completion.directories,
+    help="A directory on the disk to describe.",
+    shell_complete=options.complete_directories,
 )
 def environment(directory: str, as_json: bool) -> None:
-    """Say what this machine and its packages are: paste it into a report about a problem."""
+    """Describe this machine and its packages, for bug reports."""
     if not os.path.isdir(directory):
         raise Failure(f"{directory} is no directory", "Give another --dir.")
     found = machine.environment(directory)
@@ -305,7 +297,7 @@ def environment(directory: str, as_json: bool) -> None:
 
 def _fact(name: str, value: object) -> str:
     if name == "usable_memory" and isinstance(value, int):
-        return words.size(value)
+        return size(value)
     if isinstance(value, list):
         return ", ".join(map(str, value)) or "none found"
     return "none found" if value is None else str(value)

@@ -1,0 +1,3 @@
+"""The fixture that runs the command line."""
+
+from tests.cli.conftest import inspect as inspect

@@ -1,0 +1,1 @@
+"""Forecasts for a checkpoint at some budgets, before it is loaded: reads, memory, waits."""

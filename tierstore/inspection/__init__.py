@@ -1,0 +1,1 @@
+"""Looking into a store's directory, without a store: survey, verification and repair."""
