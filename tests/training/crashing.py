@@ -1,6 +1,6 @@
 """Trainings that are killed at chosen points, each in a process of its own, and go on in another.
 
-    python -m tests.training.crashing '{"place": ..., "points": {"exchange": 50}}'
+    python -m tests.training.crashing '{"place": ..., "points": {"save_training": 50}}'
 
 All are forked from this process, which computes nothing itself: so torch is imported once, and
 nobody is forked with threads. A point is the n-th time that the interpreter enters or leaves a
@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -24,7 +25,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from stat import S_ISDIR
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ from torch import nn
 from torch.utils._pytree import tree_structure
 
 from tests.helpers.processes import Tell, forked
-from tests.helpers.system_calls import Call, lacking, system_call, until_the_end
+from tests.helpers.system_calls import Call, system_call, until_the_end
 from tests.helpers.tensors import assert_same
 from tierstore import OffloadModel, OffloadOptimizer, TierStore, load_training, save_training
 
@@ -64,8 +64,7 @@ def load_plainly(path: Path, model: Any, optimizer: Any) -> dict[str, Any]:
 
 
 WAYS: dict[str, tuple[Callable[..., None], Callable[..., Any]]] = {
-    "exchange": (save_ours, load_training),
-    "two renames": (save_ours, load_training),
+    "save_training": (save_ours, load_training),
     "torch.save": (save_plainly, load_plainly),
 }
 
@@ -129,8 +128,9 @@ def go_on(place: Path, way: str, expected: Path, tell: Tell) -> None:
     reference = torch.load(expected)
     with training(place / "store") as (model, optimizer):
         done = 0
-        if any(p.name in ("run", ".run.previous") for p in place.iterdir()):
-            extra = load(place / "run", model, optimizer)
+        run = place / "run"
+        if run.is_file() or (run / ".metadata").exists():
+            extra = load(run, model, optimizer)
             done = extra["done"]
             torch.set_rng_state(torch.tensor(extra["random"], dtype=torch.uint8))
         tell(done)
@@ -139,8 +139,14 @@ def go_on(place: Path, way: str, expected: Path, tell: Tell) -> None:
         state = state_of(model, optimizer)
         assert tree_structure(state) == tree_structure(reference["state"])
         assert_same(state, reference["state"], same_device=True)
-        save(place / "run", model, optimizer, {"done": STEPS})
-    tell(sorted(p.name for p in place.iterdir()))
+        save(run, model, optimizer, {"done": STEPS})
+    tell(names_in(run))
+
+
+def names_in(run: Path) -> list[str]:
+    """What a save has left, without the number of the save."""
+    names = [p.name for p in run.iterdir()] if run.is_dir() else []
+    return sorted(re.sub(r"_\d+\.distcp", ".distcp", name) for name in names)
 
 
 # Being killed -------------------------------------------------------------------------------------
@@ -210,20 +216,22 @@ class Crash:
     error: str = ""
 
 
-class BetweenRenames(Killer):
-    """Kills the process when the last save has lost its name, and the new one has none yet."""
+class BeforeTheRename(Killer):
+    """Kills the process when the new files are in place, and `.metadata` is still the old one."""
 
     def __init__(self) -> None:
-        super().__init__("two renames", only_saves=True)
+        super().__init__("save_training", only_saves=True)
 
     def __enter__(self) -> None:
-        def die_between(call: Call) -> Any:
-            directory = call.args[0]
-            if S_ISDIR(os.fstat(directory).st_mode) and ".run.previous" in os.listdir(directory):
+        def die(call: Call) -> Any:
+            if (
+                Path(call.args[1]).name == ".metadata"
+                and len(names_in(Path(call.args[1]).parent)) > 3
+            ):
                 os.kill(os.getpid(), signal.SIGKILL)
             return call.go_on()
 
-        until_the_end(system_call("fsync", answer=die_between))
+        until_the_end(system_call("rename", answer=die))
 
 
 def done_in_a_child(do: Callable[[Tell], None]) -> tuple[int, list[Any]]:
@@ -242,7 +250,7 @@ def crash(place: Path, way: str, expected: Path, killer: Killer) -> Crash:
     code, told = done_in_a_child(lambda tell: train(place, way, killer, tell))
     found.killed = code == -signal.SIGKILL
     found.saved = max((each for each in told if isinstance(each, int)), default=0)
-    found.left = sorted(p.name for p in place.iterdir())
+    found.left = names_in(place / "run")
     code, told = done_in_a_child(lambda tell: go_on(place, way, expected, tell))
     if code:
         found.error = str(told[-1:])
@@ -259,8 +267,6 @@ def main(told: dict[str, Any]) -> None:
     code, said = done_in_a_child(lambda _: uninterrupted(expected))
     assert code == 0, said
     for way, points in told["points"].items():
-        if way == "two renames":
-            until_the_end(lacking("renameat2"))  # as where the file system cannot
         chosen = random.Random(way)
         counted = {}
         for only_saves in (False, True):  # there, other threads do not count
@@ -277,8 +283,8 @@ def main(told: dict[str, Any]) -> None:
             only_saves = number % 3 != 0
             point = chosen.randint(1, counted[only_saves])
             killer = Killer(way, point, only_saves)
-            if way == "two renames" and number == 0:
-                killer = BetweenRenames()
+            if way == "save_training" and number == 0:
+                killer = BeforeTheRename()
             found = crash(root / str(number), way, expected, killer)
             print("RESULT " + json.dumps([way, asdict(found)]), flush=True)
 

@@ -13,7 +13,7 @@ from tests.helpers.tensors import assert_same
 from tests.training import models
 from tests.training.conftest import copied, store_for
 from tierstore import OffloadModel, TierStore, export_safetensors
-from tierstore.adapters.training.exporting import files_of
+from tierstore.adapters.training.saving import files_of
 
 
 def test_an_export_has_each_tensor_once_under_its_own_name(tmp_path: Path) -> None:

@@ -1,28 +1,26 @@
-"""The files of a checkpoint of `torch.distributed.checkpoint`, written and read chunk by chunk.
+"""Files of a checkpoint of `torch.distributed.checkpoint`: written, replaced and read.
 
-    __0_0.distcp      what rank 0 has written: chunks of tensors, and other values, by `torch.save`
-    .metadata         which tensors there are, and where each chunk of them is: a pickle
-    tierstore.json    ours: the size and the checksum of each of the others, and of itself
+    __0_5.distcp   written by rank 0 in save number 5: chunks of tensors and other values, by
+                   `torch.save`
+    .metadata      torch's pickle, which says which file has which chunk; then the size and checksum
+                   of each file, and the checksum of `.metadata` itself
 
-Others read the first two, and never look at the third. What others have written lacks it, and is
-taken as it is. Nothing in these files can run code: the pickle may name no class but those that
-metadata consist of, and `torch.load` is told that weights are all that it may load. (See decision
-35. Only `checkpoint_pickles` and, after it, torch read pickles.)
+torch reads no further than the pickle. `.metadata` is renamed into place last, and files of another
+save have other names, so a reader finds one save or the other. See decision 49.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
-import math
-import mmap
 import os
-import pathlib
 import pickle
-from collections.abc import Callable, Iterator
+import shutil
+import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import IO, Any, NamedTuple
 
 import torch
 import xxhash
@@ -31,182 +29,115 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from tierstore import errors
 from tierstore.adapters.codecs.memory import has_storage_of_its_own, over, span
-from tierstore.adapters.training.checkpoint_archives import loaded_value
-from tierstore.adapters.training.checkpoint_metadata import parsed_metadata
-from tierstore.adapters.training.checkpoint_pickles import MAX_PICKLE_BYTES
-from tierstore.adapters.training.directory_swap import SwappedDirectory
-from tierstore.model.errors import (
-    CorruptDataError,
-    TierStoreError,
-    TransferError,
-    TruncatedFileError,
-)
+from tierstore.adapters.training.checkpoint_metadata import DATA, parsed_metadata
 from tierstore.model.header import digest
-from tierstore.model.scanning import Scanner
-from tierstore.model.sizes import PAGE
 from tierstore.progress import bar
-from tierstore.system.files import OpenForWriting, read_fully, write_all
-from tierstore.torch_private import stored_at
+from tierstore.system.files import CHUNK, sync_names, write_all
+from tierstore.system.locking import try_lock
+from tierstore.system.objects import READ
+from tierstore.system.private import READABLE, deny_others_writing
+from tierstore.torch_private import file_view, stored_at
 
-METADATA, SUMS = ".metadata", "tierstore.json"
+METADATA, DRAFT = ".metadata", ".saving-"
 FORMAT = 1
-CHUNK = 4 << 20
-"""Bytes that are in memory for the sake of writing, or of comparing."""
-MAX_FILES = 100_000
-MAX_SUMS_BYTES = 16 << 20
-"""Of what says the sums of as many files."""
-OTHERS_ADVICE = "restore it, or load another save"
-
-_CREATE = os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+ADVICE = "restore it, or load another save"
+_UNSYNCED = 64 << 20  # bytes of a file that may be in the page cache
 
 
-@dataclass(frozen=True)
-class FileSum:
-    """What tells a file from a damaged one."""
+class FileSum(NamedTuple):
+    """The size and checksum of a file."""
 
     nbytes: int
     xxh3: str
 
 
-def _chunk() -> memoryview:
-    """Memory for a chunk, at a page boundary."""
-    return memoryview(mmap.mmap(-1, CHUNK, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+class _Output(io.FileIO):
+    """A new file for `torch.save` to write to, summed as it is written."""
 
-
-# Writing ------------------------------------------------------------------------------------------
-
-
-class _Output(io.RawIOBase):
-    """A new file that is written from its beginning to its end, past the page cache. What
-    `torch.save` writes to."""
-
-    def __init__(self, folder: int, name: str, expected: int) -> None:
-        super().__init__()
-        descriptor = os.open(name, _CREATE, 0o644, dir_fd=folder)
-        self._file = OpenForWriting(descriptor, name, folder)
-        self._room = _chunk()
-        self._filled = 0
-        self._written = 0
+    def __init__(self, path: str) -> None:
+        super().__init__(path, "xb")
+        self._end = self._synced = 0
         self._sum = xxhash.xxh3_64()
-        try:
-            os.posix_fallocate(descriptor, 0, max(expected, 1))  # a full disk is known at once
-        except BaseException:
-            self.close()
-            raise
 
     def tell(self) -> int:
-        return self._written + self._filled
+        return self._end
 
     def write(self, data: Any) -> int:
-        rest = memoryview(data).cast("B")
-        nbytes = len(rest)
-        self._sum.update(rest)
-        while len(rest):
-            taken = rest[: CHUNK - self._filled]
-            self._room[self._filled : self._filled + len(taken)] = taken
-            self._filled += len(taken)
-            rest = rest[len(taken) :]
-            if self._filled == CHUNK:
-                self._empty()
-        return nbytes
+        view = memoryview(data).cast("B")
+        write_all(self.fileno(), view, self._end)
+        self._sum.update(view)
+        self._end += len(view)
+        if self._end - self._synced > _UNSYNCED:
+            self.sync()
+        return len(view)
 
-    def flush(self) -> None:
-        """What `torch.save` calls after each tensor. Pages are written when they are full."""
-
-    def _empty(self) -> None:
-        whole = self._filled // PAGE * PAGE
-        self._file.write(self._room[:whole], self._written)
-        write_all(self._file.cached, self._room[whole : self._filled], self._written + whole)
-        self._written += self._filled
-        self._filled = 0
-
-    def finish(self) -> FileSum:
-        """Nothing more is written."""
-        self._empty()
-        os.truncate(self._file.cached, self._written)
-        os.fsync(self._file.cached)
-        return FileSum(self._written, self._sum.hexdigest())
-
-    def close(self) -> None:
-        if not self.closed:
-            super().close()
-            self._file.close()
+    def sync(self) -> FileSum:
+        """Sync the file, give its page cache back, and return the sum of what was written."""
+        os.fsync(self.fileno())
+        os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        self._synced = self._end
+        return FileSum(self._end, self._sum.hexdigest())
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes each rank's part of a checkpoint to one file, one item after the other, and keeps none
-    of them. (What it extends keeps all of a file's tensors until that is written.)
+    """Writes each rank's part to one file, an item at a time. torch's own writer keeps all tensors
+    of a file in memory until the file is written.
 
-    Metadata are as everybody's. The sums of the files come to the first rank as results of writes
-    that nobody planned, and go to a file of their own.
+    Ranks send the sums of their files to the first rank as results of items that were not planned.
     """
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """The directory is there, and empty."""
-        return plan
+    def __init__(self, draft: str, number: int) -> None:
+        super().__init__(draft)
+        self._number = number
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:
-        """Write the items of this rank, in their order."""
-        name = f"{plan.storage_data.prefix}0.distcp"
-        results = self._written(name, plan, planner) if plan.items else []
+        """Write the items of this rank in their order."""
         future: torch.futures.Future[Any] = torch.futures.Future()
-        future.set_result(results)
+        future.set_result(self._written(plan, planner) if plan.items else [])
         return future
 
-    def _written(self, name: str, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        results = []
-        expected = sum(map(_bytes_of_item, plan.items))
-        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            output = _Output(folder, name, expected)
-            try:
-                for item in bar(plan.items, f"Saving {name}", "tensors"):
-                    start = output.tell()
-                    data = planner.resolve_data(item)
-                    if isinstance(data, torch.Tensor):
-                        torch.save(_alone(data), output)  # type: ignore[arg-type]
-                    else:
-                        output.write(data.getbuffer())
-                    del data  # before the next one is brought, whose room it may take
-                    nbytes = output.tell() - start
-                    where = stored_at(name, start, nbytes)
-                    results.append(WriteResult(item.index, nbytes, where))
-                total = output.finish()
-            finally:
-                output.close()
-        finally:
-            os.close(folder)
-        return [*results, WriteResult(MetadataIndex(name), 0, total)]
+    def _written(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        name, results = f"{plan.storage_data.prefix}{self._number}.distcp", []
+        with _Output(os.path.join(self.path, name)) as output:
+            for item in bar(plan.items, f"Saving {name}", "tensors"):
+                start = output.tell()
+                data = planner.resolve_data(item)
+                if isinstance(data, torch.Tensor):
+                    _save(data, output)
+                else:
+                    output.write(data.getbuffer())
+                del data  # the next item may take its place in RAM
+                nbytes = output.tell() - start
+                results.append(WriteResult(item.index, nbytes, stored_at(name, start, nbytes)))
+            return [*results, WriteResult(MetadataIndex(name), 0, output.sync())]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank, when all have written theirs."""
+        """Write the metadata and the sums, on the first rank."""
         found = [result for of_rank in results for result in of_rank]
         sums = {r.index.fqn: r.storage_data for r in found if isinstance(r.storage_data, FileSum)}
         super().finish(metadata, [[r for r in found if not isinstance(r.storage_data, FileSum)]])
-        data = (pathlib.Path(self.path) / METADATA).read_bytes()
-        sums[METADATA] = FileSum(len(data), digest(data))
-        files = {name: {"bytes": each.nbytes, "xxh3": each.xxh3} for name, each in sums.items()}
-        body = json.dumps({"format": FORMAT, "files": files}, separators=(",", ":")).encode()
-        descriptor = os.open(pathlib.Path(self.path) / SUMS, _CREATE, 0o644)
-        try:
-            write_all(descriptor, memoryview(sealed(body)), 0)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with open(os.path.join(self.path, METADATA), "r+b") as file:
+            pickled = file.read()
+            file.write(sealed(pickled, sums).removeprefix(pickled))
+            file.flush()
+            os.fsync(file.fileno())
 
 
-def _bytes_of_item(item: Any) -> int:
-    data = item.tensor_data
-    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
-
-
-def _alone(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values on the CPU, in a storage with nothing else in it: all of it is saved."""
+def _save(tensor: torch.Tensor, output: Any) -> None:
+    """Save the values of a tensor. torch saves a whole storage, so they get one of their own."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     if not plain.numel() or span(plain) != plain.nbytes:
-        return plain.contiguous() if plain.numel() else plain.clone()
-    return plain if has_storage_of_its_own(plain) else over(plain)
+        plain = plain.contiguous() if plain.numel() else plain.clone()
+    try:
+        torch.save(plain if has_storage_of_its_own(plain) else over(plain), output)
+    except RuntimeError as error:  # torch raises one in place of an error of the disk
+        raise error.__context__ or error from None
+
+
+def _loaded(source: Any) -> Any:
+    return torch.load(source, map_location="cpu", weights_only=True)
 
 
 class Encoded(io.BytesIO):
@@ -216,8 +147,8 @@ class Encoded(io.BytesIO):
         super().__init__()
         try:
             torch.save(value, self)
-            loaded_value(io.BytesIO(self.getvalue()))
-        except (pickle.PicklingError, pickle.UnpicklingError, AttributeError, TypeError) as error:
+            _loaded(io.BytesIO(self.getvalue()))
+        except (pickle.PickleError, AttributeError, RecursionError, TypeError) as error:
             raise TypeError(
                 f"{name!r} is a {type(value).__name__} that could not be loaded again without "
                 "running code of its own: make it of tensors, numbers, text, lists and dicts, or "
@@ -225,217 +156,159 @@ class Encoded(io.BytesIO):
             ) from error
 
 
-# The sums -----------------------------------------------------------------------------------------
+def sealed(pickled: bytes, sums: dict[str, FileSum]) -> bytes:
+    """Return the contents of `.metadata`."""
+    said = json.dumps({"format": FORMAT, "files": sums}, separators=(",", ":"))
+    body = pickled + b"\n" + said.encode() + b"\n"
+    return body + digest(body).encode()
 
 
-def sealed(body: bytes) -> bytes:
-    """A JSON object that begins with the checksum of its rest."""
-    return b'{"xxh3":"' + digest(body).encode() + b'",\n' + body[1:] + b"\n"
+@contextlib.contextmanager
+def draft_of(path: str) -> Iterator[tuple[str, int]]:
+    """Yield a directory to write a checkpoint to, and the number for its files. They replace the
+    checkpoint in `path` when the block is left without an error.
+
+    Raises StoreLockedError while another save to `path` is under way.
+    """
+    _make_directories(path)
+    with _opened(path) as folder:
+        if not try_lock(folder):
+            raise errors.StoreLockedError(
+                f"another save to {path} is under way: wait for it, or choose another path"
+            )
+        names = os.listdir(folder)
+        for name in names:
+            if name.startswith(DRAFT):  # left by a process that was killed
+                shutil.rmtree(os.path.join(path, name), ignore_errors=True)
+        draft = tempfile.mkdtemp(prefix=DRAFT, dir=path)
+        try:
+            yield draft, max((int(f[1]) + 1 for f in map(DATA.fullmatch, names) if f), default=0)
+            new = os.listdir(draft)
+            for name in sorted(new, key=lambda name: name == METADATA):
+                deny_others_writing(os.path.join(draft, name))
+                if name == METADATA:
+                    sync_names(folder)
+                os.rename(os.path.join(draft, name), os.path.join(path, name))
+            sync_names(folder)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        for name in os.listdir(folder):
+            if DATA.fullmatch(name) and name not in new:
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=folder)
 
 
-def read_sums(raw: bytes, path: str) -> dict[str, FileSum]:
-    """What SUMS says. Raises CorruptDataError, or TierStoreError for a newer format."""
-    body = b"{" + raw.partition(b"\n")[2][:-1]
-    if raw != sealed(body):
-        raise CorruptDataError(
-            f"{path} does not match its checksum: it was damaged or edited; {OTHERS_ADVICE}",
-            path=path,
-            found=digest(body),
-        )
-
-    def refuse(why: str) -> NoReturn:
-        raise _nothing_that_is_written(path, why)
-
-    scanner = Scanner(body, refuse)
-    found, files = None, {}
-    for member in scanner.members(MAX_FILES):
-        if member == "format":
-            found = scanner.number()
-            if found != FORMAT:
-                raise TierStoreError(
-                    f"{path} says format {found}, this version of tierstore knows {FORMAT}: "
-                    "upgrade tierstore, or save with this version"
-                )
-        elif found is None:
-            refuse("it does not begin with its format")
-        elif member == "files":
-            files = {name: _sum(scanner, refuse) for name in scanner.members(MAX_FILES)}
-        else:
-            scanner.skip()
-    scanner.end()
-    return files
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    folder = os.open(path, READ | os.O_DIRECTORY)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
 
 
-def _sum(scanner: Scanner, refuse: Callable[[str], NoReturn]) -> FileSum:
-    nbytes, xxh3 = None, None
-    for member in scanner.members(2):
-        if member == "bytes":
-            nbytes = scanner.number()
-        elif member == "xxh3":
-            xxh3 = scanner.text()
-        else:
-            scanner.skip()
-    if nbytes is None or xxh3 is None:
-        refuse("a file has no size or no checksum")
-    return FileSum(nbytes, xxh3)
-
-
-def _nothing_that_is_written(path: str, error: object) -> CorruptDataError:
-    return CorruptDataError(
-        f"{path} is nothing that is written for a checkpoint ({error!s:.200}): {OTHERS_ADVICE}",
-        path=path,
-    )
-
-
-# Reading ------------------------------------------------------------------------------------------
+def _make_directories(path: str) -> None:
+    """Make a directory and those above it, so that they survive a power cut."""
+    if not os.path.isdir(path):
+        above = os.path.dirname(path)
+        _make_directories(above)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(path, READABLE)
+        with _opened(above) as folder:
+            sync_names(folder)
 
 
 class CheckpointFiles:
-    """The files of one checkpoint, all of the same save, open until `stack` is closed.
+    """The files of one save, open until `stack` is closed.
 
-    Raises TransferError where there is none, CorruptDataError for metadata that nobody writes.
+    Raises TransferError where one is missing, CorruptDataError for metadata that torch does not
+    write, and TierStoreError for those of a newer format.
     """
 
-    def __init__(self, directory: SwappedDirectory, stack: ExitStack) -> None:
-        self.path = directory.path
-        self._descriptors = directory.open(stack)
-        self.sums: dict[str, FileSum] = {}
-        if SUMS in self._descriptors:
-            self.sums = read_sums(self._all_of(SUMS, MAX_SUMS_BYTES), self._where(SUMS))
-        if METADATA not in self._descriptors:
-            raise self.missing(METADATA)
-        self._refuse_other_size(METADATA)
-        raw = self._all_of(METADATA, MAX_PICKLE_BYTES)
-        expected = self.sums.get(METADATA)
-        if expected is not None and digest(raw) != expected.xxh3:
-            raise self._damaged(METADATA, expected.xxh3, digest(raw))
-        self.metadata = self._parsed(raw)
+    def __init__(self, path: str, stack: ExitStack) -> None:
+        self.path = path
+        self._files: dict[str, IO[bytes]] = {}
+        metadata = os.path.join(path, METADATA)
+        while True:
+            try:
+                file = stack.enter_context(os.fdopen(os.open(metadata, READ), "rb"))
+                for name in self._parsed(file.read()):
+                    descriptor = os.open(os.path.join(path, name), READ)
+                    self._files[name] = stack.enter_context(os.fdopen(descriptor, "rb"))
+                return
+            except FileNotFoundError as error:
+                lacking = str(error.filename)
+                if lacking == metadata or os.path.samestat(
+                    os.stat(metadata), os.fstat(file.fileno())
+                ):
+                    why = "is missing: restore it, or pass a directory that save_training has saved"
+                    raise self._error(errors.TransferError, lacking, why) from None
 
-    def _where(self, name: str) -> str:
-        return os.path.join(self.path, name)
+    def _parsed(self, raw: bytes) -> set[str]:
+        """Read the metadata and the sums. Returns the names of the files with data."""
+        body, _, seal = raw.rpartition(b"\n")
+        self._sums: dict[str, FileSum] = {}  # none if torch alone has saved
+        try:
+            if is_sealed := seal == digest(body + b"\n").encode():
+                raw, _, line = body.rpartition(b"\n")
+                said = json.loads(line)
+                if said["format"] != FORMAT:
+                    raise errors.TierStoreError(
+                        f"{self.path} has a newer format than {FORMAT}: upgrade tierstore"
+                    )
+                files = said["files"].items()
+                self._sums = {name: FileSum(int(n), str(xxh3)) for name, (n, xxh3) in files}
+            self.metadata = parsed_metadata(raw)
+            names = {place.relative_path for place in self.metadata.storage_data.values()}
+            if is_sealed and names != self._sums.keys():
+                raise ValueError("it has checksums of other files")
+            return names
+        except errors.TierStoreError:
+            raise
+        except Exception as error:  # a damaged pickle, or one of a stranger, raises anything
+            raise self._unreadable(METADATA, error) from error
 
-    def missing(self, name: str) -> TransferError:
-        """The error for a file that is not there."""
-        path = self._where(name)
-        return TransferError(
-            f"{path} is missing: restore it, or pass a directory that save_training has saved",
-            path=path,
-        )
+    def _error(self, kind: Any, name: str, why: str, **found: str) -> Any:
+        path = os.path.join(self.path, name)
+        return kind(f"{path} {why}", path=path, **found)
 
-    def missing_sums(self) -> TransferError:
-        """The error for files that tierstore has written, without their sums."""
-        return self.missing(SUMS)
+    def _unreadable(self, name: str, error: Exception) -> Any:
+        why = f"is not what torch writes for a checkpoint ({error!s:.200}): {ADVICE}"
+        return self._error(errors.CorruptDataError, name, why)
 
-    def _damaged(self, name: str, expected: str, found: str) -> CorruptDataError:
-        path = self._where(name)
-        return CorruptDataError(
-            f"{path} is not the file that was saved with the {SUMS} beside it: check the disk, and "
-            + OTHERS_ADVICE,
-            path=path,
-            expected=expected,
-            found=found,
-        )
-
-    def _refuse_other_size(self, name: str) -> None:
-        if name not in self._descriptors:
-            raise self.missing(name)
-        expected = self.sums.get(name)
-        found = os.fstat(self._descriptors[name]).st_size
-        if expected is None or found == expected.nbytes:
-            return
-        if found < expected.nbytes:
-            path = self._where(name)
-            raise TruncatedFileError(
-                f"{path} ends at byte {found:,} of {expected.nbytes:,}: {OTHERS_ADVICE}", path=path
-            )
-        raise self._damaged(name, f"{expected.nbytes:,} bytes", f"{found:,} bytes")
-
-    def _all_of(self, name: str, most: int) -> bytes:
-        nbytes = os.fstat(self._descriptors[name]).st_size
-        if nbytes > most:
-            raise _nothing_that_is_written(
-                self._where(name), f"it has {nbytes:,} bytes, more than {most:,}"
-            )
-        return read_fully(self._descriptors[name], nbytes, 0)
+    def check_has_sums(self) -> None:
+        """Check that there are sums, as of every save of tierstore."""
+        if not self._sums:
+            why = f"does not match its checksum: it was damaged or edited; {ADVICE}"
+            raise self._error(errors.CorruptDataError, METADATA, why)
 
     def check(self, rank: int, ranks: int) -> None:
-        """Read every `ranks`-th file that has a sum, from number `rank` on, and compare it."""
-        for name in self.sums:
-            self._refuse_other_size(name)
-        mine = [name for name in sorted(self.sums) if name != METADATA][rank::ranks]
-        room = _chunk()
-        for name in mine:
-            checksum = xxhash.xxh3_64()
-            expected = self.sums[name]
-            parts = self._parts(name, expected.nbytes, room)
-            for part in bar(parts, f"Checking {name}", "parts"):
-                checksum.update(part)
-            if checksum.hexdigest() != expected.xxh3:
-                raise self._damaged(name, expected.xxh3, checksum.hexdigest())
+        """Check the sizes, and the checksum of every `ranks`-th file from number `rank` on."""
+        for name, (expected, _) in self._sums.items():
+            nbytes = os.fstat(self._files[name].fileno()).st_size
+            if nbytes < expected:
+                why = f"ends at byte {nbytes:,} of {expected:,}: {ADVICE}"
+                raise self._error(errors.TruncatedFileError, name, why)
+            self._check_equal(name, f"{nbytes:,} bytes", f"{expected:,} bytes")
+        room = memoryview(bytearray(CHUNK))
+        for name in sorted(self._sums)[rank::ranks]:
+            file, found = self._files[name], xxhash.xxh3_64()
+            count = -(-self._sums[name].nbytes // CHUNK)
+            for _ in bar(range(count), f"Checking {name}", "parts"):
+                found.update(room[: file.readinto(room)])  # type: ignore[attr-defined]
+            self._check_equal(name, found.hexdigest(), self._sums[name].xxh3)
 
-    def _parts(self, name: str, nbytes: int, room: memoryview) -> Iterator[memoryview]:
-        offset = 0
-        while offset < nbytes:
-            got = os.preadv(self._descriptors[name], [room[: nbytes - offset]], offset)
-            if not got:
-                path = self._where(name)
-                raise TruncatedFileError(
-                    f"{path} ends at byte {offset:,}: somebody truncated it just now; "
-                    + OTHERS_ADVICE,
-                    path=path,
-                )
-            yield room[:got]
-            offset += got
+    def _check_equal(self, name: str, found: str, expected: str) -> None:
+        if found != expected:
+            why = f"is not the file that was saved with the {METADATA} beside it: {ADVICE}"
+            raise self._error(errors.CorruptDataError, name, why, expected=expected, found=found)
 
     def value(self, index: MetadataIndex) -> Any:
-        """What is stored there: a chunk of a tensor, or another value."""
-        where = self.metadata.storage_data[index]
-        name = where.relative_path
-        if name not in self._descriptors:
-            raise self.missing(name)
-        source = _Slice(self._descriptors[name], where.offset, where.length)
+        """Load a chunk of a tensor, or another value."""
+        place = self.metadata.storage_data[index]
         try:
-            return loaded_value(source)
+            return _loaded(file_view(self._files[place.relative_path], place.offset, place.length))
         except OSError:
             raise
-        except Exception as error:  # bytes that torch has not written may be anything
-            raise _nothing_that_is_written(self._where(name), error) from error
-
-    def _parsed(self, raw: bytes) -> Metadata:
-        try:
-            return parsed_metadata(raw)
-        except Exception as error:  # a pickle that was not written by torch may do anything else
-            raise _nothing_that_is_written(self._where(METADATA), error) from error
-
-
-class _Slice(io.RawIOBase):
-    """Bytes `start` to `start + nbytes` of a file, as a file."""
-
-    def __init__(self, descriptor: int, start: int, nbytes: int) -> None:
-        super().__init__()
-        self._descriptor = descriptor
-        self._start = start
-        self._nbytes = nbytes
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._nbytes}[whence]
-        self._at = max(base + offset, 0)
-        return self._at
-
-    def readinto(self, room: Any) -> int:
-        wanted = memoryview(room).cast("B")[: max(self._nbytes - self._at, 0)]
-        if not len(wanted):
-            return 0
-        got = os.preadv(self._descriptor, [wanted], self._start + self._at)
-        self._at += got
-        return got
+        except Exception as error:  # whatever torch raises for what it has not written
+            raise self._unreadable(place.relative_path, error) from error

@@ -1,8 +1,7 @@
-"""Planners of `torch.distributed.checkpoint` for what is in a store: one group at a time.
+"""Planners of `torch.distributed.checkpoint` that move a store's tensors one group at a time.
 
-What is planned needs no data: names, shapes and places of tensors that show where they are. Data
-are asked for, or given, one chunk after the other, in the order of the plan. So tensors of one
-group follow each other there, and the group is in RAM from the first to the last of them.
+To plan takes names, shapes and addresses, and no data. Tensors are sorted by group, so each group
+is in RAM once: from its first tensor to its last.
 """
 
 from __future__ import annotations
@@ -27,34 +26,30 @@ from tierstore.progress import bar
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor: all of it, but of a DTensor."""
+    """Return this rank's part of a DTensor, or the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Places:
-    """Which tensors of groups of a store are where, by the address at which they are shown.
-
-    One group at a time is in RAM, for as long as its tensors are asked for one after the other.
-    """
+    """Finds the group of a store that a tensor shows, by its address, and leases it in RAM."""
 
     def __init__(self, buffers: Iterable[StateBuffer], frozen: Iterable[Weights] = ()) -> None:
         self._of: dict[int, tuple[StateBuffer, str]] = {}
-        self._order: dict[StateBuffer, int] = {}
         self._frozen: dict[int, tuple[Weights, str]] = {}
+        self._order = {buffer: number for number, buffer in enumerate(buffers)}
         self._buffer: StateBuffer | None = None
         self._tensors: dict[str, torch.Tensor] = {}
         self._stack = ExitStack()
-        for buffer in buffers:
+        for buffer in self._order:
             buffer.ready()
-            self._order[buffer] = len(self._order)
-            places = {address_of(t): (buffer, n) for n, t in buffer.tensors.items() if t.numel()}
-            self._of.update(places)
-        for weights in frozen:
-            tensors = weights.buffer.tensors.items()
-            self._frozen.update({address_of(t): (weights, n) for n, t in tensors if t.numel()})
+            tensors = buffer.tensors.items()
+            self._of |= {address_of(t): (buffer, name) for name, t in tensors if t.numel()}
+        for each in frozen:
+            tensors = each.buffer.tensors.items()
+            self._frozen |= {address_of(t): (each, name) for name, t in tensors if t.numel()}
 
     def of(self, tensor: torch.Tensor) -> tuple[StateBuffer, str] | None:
-        """The group that a tensor shows, and its name there."""
+        """Return the group that a tensor shows, and its name there."""
         local = local_of(tensor)
         found = self._of.get(address_of(local)) if local.numel() else None
         if found is None:
@@ -64,18 +59,18 @@ class Places:
         return found if same and there.dtype is local.dtype else None
 
     def frozen(self, tensor: torch.Tensor) -> tuple[Weights, str] | None:
-        """The same, of a group that is only read."""
+        """Return the same for a group of frozen weights."""
         local = local_of(tensor)
         return self._frozen.get(address_of(local)) if local.numel() else None
 
     def order_of(self, tensor: torch.Tensor) -> int:
-        """Groups are numbered. What is in none comes first."""
+        """Return the number of a tensor's group, or -1 without one."""
         found = self.of(tensor)
         return -1 if found is None else self._order[found[0]]
 
     def open(self, tensor: torch.Tensor, purpose: HostAccess) -> torch.Tensor:
-        """What this rank has of a tensor, in RAM if there is room, until another group is asked
-        for. Nobody may keep it."""
+        """Return this rank's part of a tensor, in RAM if there is room. It is valid until a tensor
+        of another group is opened."""
         found = self.of(tensor)
         if found is None:
             return local_of(tensor)
@@ -87,7 +82,7 @@ class Places:
         return self._tensors[name]
 
     def close(self) -> None:
-        """Put the last group away. Raises what a save of it raises."""
+        """Write the open group back. Raises the error of that."""
         buffer, self._buffer, self._tensors = self._buffer, None, {}
         self._stack.close()
         if buffer is not None:
@@ -95,33 +90,29 @@ class Places:
 
 
 class GroupSavePlanner(DefaultSavePlanner):
-    """Plans what everybody would of a state, but that each group's tensors follow each other.
-
-    What is no tensor is made to bytes at once: raises TypeError for what cannot be saved.
-    """
+    """Plans to save a state group by group. Raises TypeError for values that cannot be saved."""
 
     def __init__(self, state: dict[str, Any], places: Places) -> None:
         super().__init__()
         self._places = places
         super().set_up_planner(state)
-        encoded: dict[int, io.BytesIO] = {}  # groups of parameters say the same of each of them
+        encoded: dict[int, Encoded] = {}  # parameters of a group share their options
         for name, value in self.state_dict.items():
             if not isinstance(value, (torch.Tensor, Encoded)):
-                if id(value) not in encoded:
-                    encoded[id(value)] = Encoded(value, name)
-                self.state_dict[name] = encoded[id(value)]
+                found = encoded.get(id(value)) or Encoded(value, name)
+                self.state_dict[name] = encoded[id(value)] = found
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """The first rank has what is no tensor."""
+        """Leave the values that are not tensors to the first rank."""
         self.is_coordinator = is_coordinator
         if not is_coordinator:
-            tensors = {n: v for n, v in self.state_dict.items() if isinstance(v, torch.Tensor)}
-            self.state_dict = tensors
+            items = self.state_dict.items()
+            self.state_dict = {n: v for n, v in items if isinstance(v, torch.Tensor)}
 
     def create_local_plan(self) -> SavePlan:
-        """What this rank has."""
+        """Plan this rank's part."""
         plan = super().create_local_plan()
         self.plan = dataclasses.replace(plan, items=sorted(plan.items, key=self._order))
         return self.plan
@@ -131,7 +122,7 @@ class GroupSavePlanner(DefaultSavePlanner):
         return self._places.order_of(value) if isinstance(value, torch.Tensor) else -1
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The data of an item, until the next one is asked for."""
+        """Return the data of an item, valid until the next call."""
         value = self.state_dict[write_item.index.fqn]
         if isinstance(value, torch.Tensor):
             return self._places.open(value, HostAccess.READ).detach()
@@ -140,9 +131,9 @@ class GroupSavePlanner(DefaultSavePlanner):
 
 
 class GroupLoadPlanner(DefaultLoadPlanner):
-    """Plans to fill the tensors of a state where they are. `read` does so.
+    """Fills the tensors of a state in place, group by group.
 
-    A frozen parameter is only read, and stays so if it is loaded with the values that it has.
+    torch's own loop reads file by file, and would lease each group once for each rank that saved.
     """
 
     def __init__(self, places: Places) -> None:
@@ -151,23 +142,23 @@ class GroupLoadPlanner(DefaultLoadPlanner):
         self._whole: set[StateBuffer] = set()
 
     def create_local_plan(self) -> LoadPlan:
-        """Read what this rank has, a group after the other."""
+        """Plan to read this rank's part."""
         plan = super().create_local_plan()
         items = sorted(plan.items, key=lambda i: self._places.order_of(self._target(i)))
         filled: dict[StateBuffer, set[str]] = {}
         for place in filter(None, (self._places.of(self._target(item)) for item in items)):
             filled.setdefault(place[0], set()).add(place[1])
-        self._whole = {b for b, n in filled.items() if n >= {k for k in b.names if _has(b, k)}}
+        for buffer, names in filled.items():
+            if names >= {name for name, tensor in buffer.tensors.items() if tensor.numel()}:
+                self._whole.add(buffer)
         return dataclasses.replace(plan, items=items)
 
-    def _target(self, item: ReadItem) -> torch.Tensor:
-        found: torch.Tensor = self.state_dict[item.dest_index.fqn]
-        return found
+    def _target(self, item: ReadItem) -> Any:
+        return self.state_dict[item.dest_index.fqn]
 
     @torch.no_grad()
     def read(self, state: dict[str, torch.Tensor], files: CheckpointFiles) -> None:
-        """Fill the tensors of a state, by their names in the files. Afterwards every group is what
-        it shows."""
+        """Fill the tensors of a state from the items of the same names."""
         self.set_up_planner(state, files.metadata)
         plan = self.create_local_plan()
         try:
@@ -184,7 +175,7 @@ class GroupLoadPlanner(DefaultLoadPlanner):
             weights, name = frozen
             now = _part(weights.buffer.tensors[name], item.dest_offsets, item.lengths)
             if same_bits(now, chunk):
-                return
+                return  # the group stays read-only
             weights.become_state()
             home = weights.buffer.tensors[name]
         else:
@@ -193,10 +184,6 @@ class GroupLoadPlanner(DefaultLoadPlanner):
             purpose = HostAccess.RENEW if renewed else HostAccess.UPDATE
             home = self._places.open(target, purpose)
         _part(home, item.dest_offsets, item.lengths).copy_(chunk)
-
-
-def _has(buffer: StateBuffer, name: str) -> bool:
-    return buffer.tensors[name].numel() > 0
 
 
 def _part(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:

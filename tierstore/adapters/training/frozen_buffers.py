@@ -23,7 +23,7 @@ from tierstore.adapters.training.state_buffers import (
     packed_bytes,
 )
 from tierstore.adapters.view_lifetime import ViewLease
-from tierstore.model.errors import BudgetError
+from tierstore.errors import BudgetError
 from tierstore.store import TierStore, engine_of
 from tierstore.system.maps import AddressSpace, WriteWatch
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,10 +34,8 @@ from tierstore.adapters.training.sharded import (
 from tierstore.adapters.training.state_buffers import StateBuffer
 from tierstore.model.tiers import HostAccess
 from tierstore.observe.passes import ModelPass, PassesOf
+from tierstore.store import TierStore
 from tierstore.torch_private import after_backward
-
-if TYPE_CHECKING:
-    from tierstore.adapters.training.weights import Weights
 
 _numbers = itertools.count()
 
@@ -61,8 +59,10 @@ class _Copy:
 class Gradients:
     """The gradients of one group of parameters. `buffer` is None until there was one."""
 
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
+    def __init__(self, store: TierStore, key: str, parameters: dict[str, nn.Parameter]) -> None:
+        self.parameters = parameters
+        self._tierstore = store
+        self._key = key
         self.buffer: StateBuffer | None = None
         self._stored: set[str] = set()  # names of those that have a gradient
         self._shown: dict[str, torch.Tensor] = {}  # what we gave them as their `grad`
@@ -70,9 +70,14 @@ class Gradients:
         self._closing = ExitStack()
         self._copies: list[_Copy] = []
 
+    @property
+    def sharded(self) -> bool:
+        """Whether they are those of shards."""
+        return any(map(is_distributed, self.parameters.values()))
+
     def take_back(self, name: str, parameter: nn.Parameter) -> None:
         """Before autograd leaves a gradient: see what became of the last one, and hide it."""
-        gone = {n for n in self._shown if self._weights.parameters[n].grad is None}
+        gone = {n for n in self._shown if self.parameters[n].grad is None}
         self._stored -= gone  # somebody set these to None
         for each in gone:
             del self._shown[each]
@@ -88,12 +93,12 @@ class Gradients:
 
     def others(self) -> bool:
         """Whether any gradient is not what is stored."""
-        parameters = self._weights.parameters.items()
+        parameters = self.parameters.items()
         return any(p.grad is not None and p.grad is not self.shown_as(n) for n, p in parameters)
 
     def hide(self) -> None:
         """Before any gradient is left: `take_back` all."""
-        for name, parameter in self._weights.parameters.items():
+        for name, parameter in self.parameters.items():
             self.take_back(name, parameter)
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
@@ -155,7 +160,7 @@ class Gradients:
         return self._open
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        return {n: p for n, p in self._weights.parameters.items() if p.requires_grad}
+        return {n: p for n, p in self.parameters.items() if p.requires_grad}
 
     def _made(self) -> StateBuffer:
         """A buffer for the gradients of all that want one now, with those that there are."""
@@ -166,10 +171,10 @@ class Gradients:
         stored = {n: before.tensors[n] for n in self._stored} if before is not None else {}
         values = {
             name: stored[name] if name in stored else _empty_gradient(p)
-            for name, p in {**trained, **{n: self._weights.parameters[n] for n in stored}}.items()
+            for name, p in {**trained, **{n: self.parameters[n] for n in stored}}.items()
         }
-        key = f"{self._weights.buffer.key}/gradient.{next(_numbers)}"
-        made = StateBuffer(self._weights.buffer.store, key, values, with_values=bool(stored))
+        key = f"{self._key}/gradient.{next(_numbers)}"
+        made = StateBuffer(self._tierstore, key, values, with_values=bool(stored))
         if before is not None:
             made.ready()
             for name in self._shown:
@@ -195,7 +200,7 @@ class Gradients:
             self._give(name, self.buffer)
 
     def _give(self, name: str, buffer: StateBuffer) -> None:
-        parameter = self._weights.parameters[name]
+        parameter = self.parameters[name]
         shown = distributed_like(parameter, buffer.tensors[name])
         parameter.grad = self._shown[name] = shown
 
@@ -203,7 +208,7 @@ class Gradients:
         """They are not needed any more."""
         self.close()
         for name in self._shown:
-            parameter = self._weights.parameters[name]
+            parameter = self.parameters[name]
             if parameter.grad is not None:
                 parameter.grad = own_copy(parameter.grad)
         self._shown.clear()  # nobody looks at the buffer any more
@@ -225,17 +230,19 @@ def _dtype_of_gradient(parameter: nn.Parameter) -> torch.dtype:
     return parameter.dtype if chosen is None else chosen
 
 
-def _afterwards(streamer: GradientStreamer, weights: Weights, name: str) -> Callable[[Any], None]:
-    """What to call when autograd has left a gradient.
+def _afterwards(
+    streamer: GradientStreamer, gradients: Gradients, name: str
+) -> Callable[[Any], None]:
+    """Return what to call when autograd has left a gradient.
 
     torch keeps it where Python's collector does not look, so it must not keep anything.
     """
-    references = weakref.ref(streamer), weakref.ref(weights)
+    references = weakref.ref(streamer), weakref.ref(gradients)
 
     def add(parameter: nn.Parameter) -> None:
-        streamer, weights = references[0](), references[1]()
-        if streamer is not None and weights is not None:
-            streamer.add(weights, name, parameter)
+        streamer, gradients = references[0](), references[1]()
+        if streamer is not None and gradients is not None:
+            streamer.add(gradients, name, parameter)
 
     return add
 
@@ -247,7 +254,7 @@ class GradientStreamer:
     from its first gradient on.
     """
 
-    def __init__(self, groups: list[Weights], done: Callable[[], None], passes: PassesOf) -> None:
+    def __init__(self, groups: list[Gradients], done: Callable[[], None], passes: PassesOf) -> None:
         self._groups = groups
         self._done = done
         self._passes = passes
@@ -261,12 +268,12 @@ class GradientStreamer:
 
     def watch(self) -> None:
         """See that every parameter that wants a gradient is looked after."""
-        for weights in self._groups:
-            for name, parameter in weights.parameters.items():
+        for gradients in self._groups:
+            for name, parameter in gradients.parameters.items():
                 if parameter.requires_grad and id(parameter) not in self._watched:
                     self._watched.add(id(parameter))
-                    before = functools.partial(self._before, weights, name, parameter)
-                    after = _afterwards(self, weights, name)
+                    before = functools.partial(self._before, gradients, name, parameter)
+                    after = _afterwards(self, gradients, name)
                     self._handles.append(parameter.register_hook(before))
                     self._handles.append(parameter.register_post_accumulate_grad_hook(after))
 
@@ -277,9 +284,9 @@ class GradientStreamer:
                 self._under_way = True
                 after_backward(self.finish)
                 self._pass = self._passes.begin("backward")
-                for weights in self._groups:
-                    if weights.sharded:
-                        self._hide(weights.gradients)
+                for gradients in self._groups:
+                    if gradients.sharded:
+                        self._hide(gradients)
 
     @torch.no_grad()
     def _hide(self, gradients: Gradients) -> None:
@@ -288,23 +295,23 @@ class GradientStreamer:
         gradients.hide()
 
     def _before(
-        self, weights: Weights, name: str, parameter: nn.Parameter, gradient: torch.Tensor
+        self, gradients: Gradients, name: str, parameter: nn.Parameter, gradient: torch.Tensor
     ) -> None:
         with self._lock:
             self.begin()
-            self._turn_to(weights.gradients)
-            weights.gradients.take_back(name, parameter)
+            self._turn_to(gradients)
+            gradients.take_back(name, parameter)
 
-    def add(self, weights: Weights, name: str, parameter: nn.Parameter) -> None:
+    def add(self, gradients: Gradients, name: str, parameter: nn.Parameter) -> None:
         """Autograd has left a gradient."""
         with self._lock:
             if is_distributed(parameter):
-                there = weights.gradients.shown_as(name) is parameter.grad
+                there = gradients.shown_as(name) is parameter.grad
                 self.begin()
                 if there:  # nobody told of this pass: FSDP2 has added to what was shown
                     return
-                self._turn_to(weights.gradients)
-            weights.gradients.add(name, parameter)
+                self._turn_to(gradients)
+            gradients.add(name, parameter)
 
     def _turn_to(self, gradients: Gradients) -> None:
         for other in self._open:
@@ -330,8 +337,8 @@ class GradientStreamer:
             self._under_way = False
             self.make_room()
             self._done()
-            for weights in self._groups:
-                weights.gradients.show()
+            for gradients in self._groups:
+                gradients.show()
             self._passes.end(self._pass)
 
     def stop(self) -> None:

@@ -24,12 +24,12 @@ from tierstore.adapters.contents import (
     named_parameters_of,
     parameters_of,
 )
+from tierstore.adapters.forward import CopiedAs, ForwardRunner, calls_of, same
 from tierstore.adapters.nested import to_device
 from tierstore.adapters.owners import claim, give_up
 from tierstore.adapters.training.frozen_buffers import buffer_of, expect_buffer
 from tierstore.adapters.training.gradients import GradientStreamer
 from tierstore.adapters.training.microbatches import Microbatches
-from tierstore.adapters.training.pass_order import Pass
 from tierstore.adapters.training.refusals import ADVICE, refuse_arguments, refuse_spread_later
 from tierstore.adapters.training.regions import chain, recomputed, regions_in
 from tierstore.adapters.training.sharded import (
@@ -41,13 +41,13 @@ from tierstore.adapters.training.sharded import (
 )
 from tierstore.adapters.training.slices import Slice, cut_into_slices
 from tierstore.adapters.training.state_buffers import state_budget_of
-from tierstore.adapters.training.weights import TrainingUse, Weights, WeightStreamer
-from tierstore.adapters.unit_use import CopiedAs, UnitForward, calls_of, same
+from tierstore.adapters.training.weights import Weights, WeightStreamer
+from tierstore.adapters.unit_context import PassContext, UnitContext
 from tierstore.model import shares
+from tierstore.model.formatting import size
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
-from tierstore.model.words import size
-from tierstore.observe.passes import ModelPass, PassesOf
+from tierstore.observe.passes import PassesOf
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
 from tierstore.system.allocator import FreedMemory
@@ -112,8 +112,7 @@ class OffloadModel(nn.Module):
         self._share()
         self.store = store
         self._attachment = Attachment(self, store)
-        self._depth = 0
-        self._pass: ModelPass | None = None
+        self._running = 0
         self._hooks: PassHooks | None = None
         self._key = f"training/{next(_numbers)}"
         self._passes = PassesOf(engine_of(store).passes, f"{self._key}/{type(module).__name__}")
@@ -125,7 +124,7 @@ class OffloadModel(nn.Module):
         self._streamer = WeightStreamer(store, self._groups, len(self.slices))
         self._streamer.serve(shards)
         self._gradient_streamer = GradientStreamer(
-            self._groups, self._streamer.put_away, self._passes
+            [weights.gradients for weights in self._groups], self._streamer.put_away, self._passes
         )
         self._streamer.make_room = self.make_room
         self._wrap()
@@ -216,7 +215,7 @@ class OffloadModel(nn.Module):
         # An overridden one may know no arguments but the values.
         result = self.module.load_state_dict(loaded, **({} if strict else {"strict": False}))
         for weights in same:
-            weights.count_as_unchanged()
+            weights.accept()
         self.put_away()  # FSDP2 may have given some parameters other memory
         return result
 
@@ -266,9 +265,10 @@ class OffloadModel(nn.Module):
             expect_buffer(budget, plan.tensors)
         space = AddressSpace()
         for number, (slice_, plan) in enumerate(bar(plans, "Taking parameters", "groups")):
-            buffer = buffer_of(self.store, f"{self._key}/{number}", plan.tensors, space)
+            key = f"{self._key}/{number}"
+            buffer = buffer_of(self.store, key, plan.tensors, space)
             parameters: dict[str, Any] = dict(plan.tensors)
-            weights = Weights(buffer, parameters, slice_.number)
+            weights = Weights(key, buffer, parameters, slice_.number)
             groups.append(weights)
             waiting.append(weights)
             if len(waiting) > 2:
@@ -282,7 +282,8 @@ class OffloadModel(nn.Module):
             for name, parameter in named_parameters_of(self.module)
             if not is_movable(parameter) and not is_distributed(parameter)
         }
-        self._attachment.keep_on_device(self._key, rest, budget.target)
+        attached = self._attachment
+        attached.resident.take(self._key, rest, budget.target, attached.groups)
         return groups
 
     def _wrap(self) -> None:
@@ -292,23 +293,23 @@ class OffloadModel(nn.Module):
                 groups = dict.fromkeys(self._group_of[i] for i in ids if i in self._group_of)
                 leased = [w for w in groups if self._streamer.needs_lease(w)]
                 if leased:
-                    forward = UnitForward(functools.partial(TrainingUse, self._streamer, leased))
-                    self._attachment.stand_in(unit.module, calls_of(unit.module)[0], forward)
+                    weights = self._streamer.unit_weights(leased)
+                    forward = ForwardRunner(functools.partial(UnitContext, weights))
+                    self._attachment.patch(unit.module, calls_of(unit.module)[0], forward)
         if self._sharded:
-            begin = self._gradient_streamer.begin
-            self._hooks = PassHooks(self.module, self._enter, self._leave, begin)
+            self._hooks = PassHooks(self.module, self._pass, self._gradient_streamer.begin)
             return
-        whole = UnitForward(functools.partial(Pass, self._enter, self._leave))
-        self._attachment.stand_in(self.module, calls_of(self.module)[0], whole)
+        whole = ForwardRunner(self._pass)
+        self._attachment.patch(self.module, calls_of(self.module)[0], whole)
 
     def _recompute(self) -> None:
         aside = offload_activations(self.store, min_size=PAGE)
         if type(self.module).forward is nn.Sequential.forward:
             forward = chain(self.module, self.slices, aside)
-            self._attachment.stand_in(self.module, "forward", forward)
+            self._attachment.patch(self.module, "forward", forward)
             return
         for module in dict.fromkeys(map(self._unit_module_of, regions_in(self.module))):
-            self._attachment.stand_in(module, calls_of(module)[0], recomputed(module, aside))
+            self._attachment.patch(module, calls_of(module)[0], recomputed(module, aside))
 
     def _unit_module_of(self, module: nn.Module) -> nn.Module:
         """The module of the unit that has this one's weights: they must come again with it, too."""
@@ -337,7 +338,7 @@ class OffloadModel(nn.Module):
             TransferError: weights cannot be read or written.
         """
         refuse_spread_later(self, self._sharded)
-        self._attachment.stand_in_again()
+        self._attachment.patch_again()
         args = to_device(args, self.store.device)
         kwargs = to_device(kwargs, self.store.device)
         return self._run(*args, **kwargs)
@@ -345,26 +346,29 @@ class OffloadModel(nn.Module):
     def make_room(self) -> None:
         """Give back what is in RAM for later, or for no reason but that it may be wanted again."""
         self._gradient_streamer.make_room()
-        self._streamer.give_back()
+        self._streamer.release_all()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _enter(self) -> None:
-        """A call of the module begins."""
-        self._depth += 1
-        if self._depth == 1 and not in_backward():
-            self._pass = self._passes.begin()
-            self.put_away()
-            self._streamer.watch_frozen()
-            self._gradient_streamer.watch()
+    def _pass(self) -> PassContext:
+        """Return the context of one call of the module."""
+        current, begun, ended = self._streamer.current, self._begin_pass, self._end_pass
+        return PassContext(current, self._passes, begun, ended=ended)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _leave(self) -> None:
+    def _begin_pass(self) -> bool:
+        """A call of the module begins, on this thread. Tells whether it is a pass of its own: not
+        if it is computed again in a backward pass, or if another one goes on."""
+        self._running += 1
+        if self._running > 1 or in_backward():
+            return False
+        self.put_away()
+        self._streamer.watch_frozen()
+        self._gradient_streamer.watch()
+        return True
+
+    def _end_pass(self, error: BaseException | None) -> None:
         """It ends."""
-        self._depth -= 1
-        if self._depth == 0:
-            self._passes.end(self._pass)
-            if not torch.is_grad_enabled():
-                self.put_away()
+        self._running -= 1
+        if self._running == 0 and not torch.is_grad_enabled():
+            self.put_away()
 
     def put_away(self) -> None:
         """See that every parameter is what it shows. Between the passes, all are."""
@@ -394,7 +398,7 @@ class OffloadModel(nn.Module):
             weights.move_out()
             for parameter in weights.parameters.values():
                 _models.pop(id(parameter), None)
-            weights.gone = True
+            weights.detached = True
             weights.gradients.discard()
             weights.buffer.discard()
         self._groups.clear()

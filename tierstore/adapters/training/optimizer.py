@@ -22,8 +22,8 @@ from tierstore.adapters.training.sharded import is_distributed, local_part, memo
 from tierstore.adapters.training.state_buffers import StateBuffer, packed_bytes, state_budget_of
 from tierstore.adapters.training.tiles import Tile, TileGroups
 from tierstore.adapters.training.weights import Weights
+from tierstore.model.formatting import count, size
 from tierstore.model.outline import in_portions
-from tierstore.model.words import count, size
 from tierstore.observe.report import Shown, shown_by
 from tierstore.store import TierStore, engine_of
 

@@ -24,9 +24,9 @@ from tierstore.adapters.activations import ActivationOffload
 from tierstore.adapters.checkpointing import checkpointed
 from tierstore.adapters.codecs import is_movable
 from tierstore.adapters.contents import children_of, modules_of, parameters_of
-from tierstore.adapters.saved_weights import other_hooks_are_on
+from tierstore.adapters.forward import MethodPatch
+from tierstore.adapters.saved import other_hooks_are_on
 from tierstore.adapters.training.slices import Slice
-from tierstore.adapters.unit_use import StandIn
 from tierstore.torch_private import tree_map
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -35,8 +35,8 @@ SMALL = 64 << 10
 """Bytes of a buffer whose copy is kept without asking whether the buffer has changed: on an
 accelerator, the answer has to be waited for."""
 
-Run = Callable[[StandIn, Any, Any], Any]
-"""What a `StandIn` runs."""
+Run = Callable[[MethodPatch, Any, Any], Any]
+"""What a `MethodPatch` runs."""
 
 
 class Region:
@@ -153,7 +153,7 @@ def chain(module: nn.Module, slices: list[Slice], offload: ActivationOffload) ->
             input = region(run, (input,), {})
         return input
 
-    def run(forward: StandIn, args: Any, kwargs: Any) -> Any:
+    def run(forward: MethodPatch, args: Any, kwargs: Any) -> Any:
         if getattr(forward.ordinary, "__func__", None) is not nn.Sequential.forward:
             return forward.original(*args, **kwargs)
         children = [child for child in module._modules.values() if child is not None]

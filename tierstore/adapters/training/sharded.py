@@ -28,6 +28,7 @@ from torch import nn
 from tierstore.adapters.codecs.plain import assign, replace_memory
 from tierstore.adapters.codecs.wrapper import WrapperCodec
 from tierstore.adapters.contents import modules_of, named_parameters_of, parameters_of
+from tierstore.adapters.forward import ForwardContext
 from tierstore.torch_private import in_backward, tree_flatten
 
 ASK, RECEIVE = "fsdp_pre_all_gather", "fsdp_post_all_gather"
@@ -266,31 +267,29 @@ def take_over(parameter: nn.Parameter, memory: torch.Tensor) -> None:
 
 
 class PassHooks:
-    """Tells of the passes of a module that FSDP2 gathers: before it gathers anything.
+    """Begins and ends the passes of a module that FSDP2 gathers: before it gathers anything.
 
-    `enter` is called before a forward, and `leave` after it; `go_back` when a backward pass comes
-    to what it has returned.
+    `make` returns the context of one forward; `go_back` is called when a backward pass comes to
+    what the forward has returned.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        enter: Callable[[], None],
-        leave: Callable[[], None],
-        go_back: Callable[[], None],
+        self, module: nn.Module, make: Callable[[], ForwardContext], go_back: Callable[[], None]
     ) -> None:
-        self._enter, self._leave, self._go_back = enter, leave, go_back
+        self._make, self._go_back = make, go_back
+        self._contexts: list[ForwardContext] = []
         self._handles = [
             module.register_forward_pre_hook(self._before, prepend=True),
             module.register_forward_hook(self._after, always_call=True),
         ]
 
     def _before(self, module: nn.Module, args: Any) -> None:
-        self._enter()
+        self._contexts.append(self._make())
+        self._contexts[-1].begin()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after(self, module: nn.Module, args: Any, result: Any) -> None:
-        self._leave()
+        self._contexts.pop().finish(result, (args, {}))
         if torch.is_grad_enabled() and not in_backward():
             leaves, _ = tree_flatten(result)
             for leaf in leaves:
@@ -298,6 +297,6 @@ class PassHooks:
                     leaf.register_hook(lambda _: self._go_back())
 
     def remove(self) -> None:
-        """Tell of none any more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()

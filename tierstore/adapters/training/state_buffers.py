@@ -20,8 +20,8 @@ import torch
 
 from tierstore.adapters.codecs.memory import span
 from tierstore.adapters.view_lifetime import Allowance, ViewLease
+from tierstore.errors import BudgetError
 from tierstore.model import shares
-from tierstore.model.errors import BudgetError
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import HostAccess, Tier
 from tierstore.store import TierStore, engine_of
@@ -204,7 +204,7 @@ class StateBuffer:
         """It is not needed any more."""
         self.tensors = {}
         if self._lease is not None:
-            self._lease.end()
+            self._lease.release()
         self._end()
 
 

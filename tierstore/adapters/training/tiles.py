@@ -160,7 +160,7 @@ class Tile:
     @property
     def weights(self) -> Weights | None:
         """The group that the parameters are in; None if they are ordinary ones, or are so again."""
-        return None if self._weights is None or self._weights.gone else self._weights
+        return None if self._weights is None or self._weights.detached else self._weights
 
     def has_gradients(self) -> bool:
         """Whether there is anything to do."""
