@@ -27,7 +27,8 @@ from tests.activations.helpers import (
 from tests.helpers.engine import core_of
 from tests.helpers.system_calls import system_call
 from tests.store.helpers import assert_sound, is_root, wait_until_idle
-from tierstore import CorruptDataError, DiskFullError, TierStore, TierStoreError, TransferError
+from tierstore import CorruptDataError, TierStore, TierStoreError, TransferError
+from tierstore.errors import DiskFullError
 
 SIZE = 256  # a matrix is 256 KiB
 LAYERS = 6

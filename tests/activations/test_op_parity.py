@@ -117,6 +117,7 @@ def test_the_operator_that_saves_what_it_has_not_filled(disk_dir: Path) -> None:
         assert cases.differences(compared, offloading(store, min_size=0)) == []
 
 
+@pytest.mark.full("the control of all operators")
 def test_a_wrong_gradient_would_be_noticed() -> None:
     """The control: one bit of one saved tensor is another one."""
 

@@ -102,6 +102,7 @@ def test_gradients(
         assert_sound(store)
 
 
+@pytest.mark.full("test_pieces.py counts the same")
 @pytest.mark.pretend_only("bytes")
 @pytest.mark.parametrize("kind", pipelines.KINDS)
 def test_memory_on_the_device_and_page_locked(

@@ -22,7 +22,7 @@ from tests.activations.helpers import (
 )
 from tests.helpers.engine import core_of
 from tests.store.helpers import PAGE, assert_sound, memory_held, pages
-from tierstore import BudgetError
+from tierstore.errors import BudgetError
 
 PIECE = 4 * PAGE
 """Bytes of a matrix of 64 x 64."""

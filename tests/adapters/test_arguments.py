@@ -22,7 +22,8 @@ from tests.adapters.conftest import (
 )
 from tests.adapters.models import BLOCK_BYTES, Caching, Enclosing, Tower, given
 from tests.store.helpers import open_store
-from tierstore import BudgetError, TierStore, disable_offload, enable_group_offload
+from tierstore import TierStore, disable_offload, enable_group_offload
+from tierstore.errors import BudgetError
 
 pytestmark = pytest.mark.full(
     "the model, how it is cut: each has its own part; test_parity.py runs on both devices",

@@ -42,6 +42,7 @@ def parameters_in_memory(pipe: Any) -> int:
     )
 
 
+@pytest.mark.long("the pipeline, the kind of offloading", keep="values")
 @ON_BOTH
 @pytest.mark.parametrize("offload_type", OFFLOAD_TYPES)
 @pytest.mark.parametrize("kind", pipelines.KINDS)
@@ -57,6 +58,7 @@ def test_a_checkpoint_s_own_bytes_are_not_written(
     assert bytes_in_files(disk_dir) == 0
 
 
+@pytest.mark.long("the pipeline, the kind of offloading", keep="values")
 @ON_BOTH
 @pytest.mark.parametrize("offload_type", OFFLOAD_TYPES)
 @pytest.mark.parametrize("kind", ("flux", "wan", "llama"))

@@ -82,6 +82,7 @@ def assert_equal_after_each(
 # (5) LoRA and fused projections -------------------------------------------------------------------
 
 
+@pytest.mark.long("the pipeline, the kind of offloading", keep="values")
 @pytest.mark.full("loads and fuses twice; tests/dispatch/test_other_libraries.py has a LoRA")
 @ON_BOTH
 @pytest.mark.parametrize("offload_type", OFFLOAD_TYPES)
@@ -133,6 +134,7 @@ def test_5_a_lora_loaded_by_another_pipeline_of_the_same_models(
         assert not any(registry._hook_order for registry in registries if registry is not None)
 
 
+@pytest.mark.full("a whole pipeline, run with and without")
 def test_a_cache_of_diffusers_switched_off_while_offloaded(
     checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
@@ -176,6 +178,7 @@ def denoiser(pipe: Any) -> Any:
     return pipe.unet if hasattr(pipe, "unet") else pipe.transformer
 
 
+@pytest.mark.full("loads and fuses twice")
 @ON_BOTH
 @pytest.mark.parametrize("kind", ("flux", "sdxl"))
 def test_5_projections_fused_while_offloaded(
@@ -212,6 +215,7 @@ def test_5_in_diffusers_fused_projections_give_nan(
 @ON_BOTH
 @pytest.mark.parametrize("assign", (False, True), ids=("copied", "assigned"))
 @pytest.mark.parametrize("kind", ("flux", "llama"))
+@pytest.mark.long("the model, how it is assigned, the device", keep="values")
 def test_4_load_state_dict_while_offloaded_takes_effect(
     kind: str,
     assign: bool,

@@ -132,7 +132,7 @@ OF_MEMORY = {
     *("__tensor_flatten__", "__tensor_unflatten__", "data_ptr", "set_", "swap_tensors"),
     *("untyped_storage", "storage_offset"),
 }
-HOMES = ("adapters/codecs/", "adapters/activations/", "adapters/bindings.py")
+HOMES = ("adapters/codecs/", "adapters/activations/", "adapters/binding.py")
 """Saved tensors are kept by storage: what looks after them looks at storages. Bindings do for all
 tensors of a unit in one loop what a codec does for one."""
 

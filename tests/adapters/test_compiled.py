@@ -76,6 +76,7 @@ def run_twice(kind: str, pipe: Any, counting: Compilations) -> tuple[Any, Any]:
     return outputs, compiled
 
 
+@pytest.mark.long("one kind shows it in the full lane", keep="values")
 @pytest.mark.full("seconds of tracing; test_blocks_of_a_model shows the same of small blocks")
 @pytest.mark.parametrize(("when", "share"), [("before", 1.5), ("after", 0.3)])
 @pytest.mark.parametrize("kind", COMPILED)
@@ -172,6 +173,7 @@ def in_a_store(disk_dir: Path, blocks: float, device: str = "cpu") -> TierStore:
     return open_store(disk_dir, int(BLOCK_BYTES * blocks), device)
 
 
+@pytest.mark.full("when, and in which way", keep="a third")
 @torch.no_grad()
 @pytest.mark.parametrize("way", (compile_each, wrap_each), ids=("in place", "wrapped"))
 @pytest.mark.parametrize("when", ("before", "after", "between"))

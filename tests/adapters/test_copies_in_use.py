@@ -63,6 +63,7 @@ def copied_at_once(value: Any) -> Any:
     return first
 
 
+@pytest.mark.full("seconds; tests/dispatch has a copy of a model")
 @on_both
 @pytest.mark.parametrize("made", [copy.deepcopy, pickled, saved, copied_at_once])
 @torch.no_grad()

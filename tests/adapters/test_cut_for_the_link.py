@@ -104,7 +104,8 @@ def test_block_of_a_sixty_fourth_of_the_device_is_whole() -> None:
     assert any("attn" in name for name in names if name.startswith("transformer_blocks"))
 
 
-@pytest.mark.full("all budgets with each other", keep="pairs")
+@pytest.mark.full("each two of the model and the budgets", keep="values")
+@pytest.mark.long("all budgets with each other", keep="pairs")
 @pytest.mark.parametrize("device_gb", [None, 0.5, 1, 2, 4, 8, 12, 24, 70])
 @pytest.mark.parametrize("ram_gb", [0.5, 4, 64])
 @pytest.mark.parametrize("kind", MODELS)

@@ -19,13 +19,8 @@ import torch
 from tests import pipelines
 from tests.adapters.conftest import Checkpoints, diffusers_offload
 from tests.helpers.files import flip_bit
-from tierstore import (
-    CorruptDataError,
-    StaleCheckpointError,
-    TierStore,
-    TruncatedFileError,
-    enable_group_offload,
-)
+from tierstore import CorruptDataError, TierStore, enable_group_offload
+from tierstore.errors import StaleCheckpointError, TruncatedFileError
 
 CAST = torch.float32
 
@@ -167,6 +162,7 @@ def test_a_checkpoint_that_is_removed_is_read_on(own_copy: Path, disk_dir: Path)
     assert torch.equal(pipelines.run("llama", copied), expected)
 
 
+@pytest.mark.full("a whole pipeline; tests/dispatch saves a model")
 def test_a_model_that_is_saved_where_it_came_from_runs_on(own_copy: Path, disk_dir: Path) -> None:
     """Its weights lie in the file that was there before, as they do in plain torch."""
     pipelines.load("llama", own_copy).save_pretrained(own_copy)  # in one file

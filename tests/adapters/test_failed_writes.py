@@ -24,7 +24,6 @@ from tests.faults.interrupting import InterruptAt, at_call
 from tests.lanes import by_lane
 from tests.store.helpers import assert_at_rest
 from tierstore import (
-    DiskFullError,
     TierStore,
     adapters,
     dispatch_model,
@@ -33,8 +32,9 @@ from tierstore import (
     load_checkpoint_and_dispatch,
 )
 from tierstore.adapters.attachment import Attachment
-from tierstore.adapters.bindings import Binding
+from tierstore.adapters.binding import ParameterBinding
 from tierstore.adapters.changing import cast_weights
+from tierstore.errors import DiskFullError
 
 T = TypeVar("T")
 
@@ -198,6 +198,7 @@ CASES = [
 Make = Callable[[TierStore, Path], Case]
 EACH = pytest.mark.parametrize("make", CASES)
 NEVER = 10**9
+ONE_OF_EACH_KIND = ["loading_and_dispatching", "casting", "converting", "dispatching"]
 
 
 def tried(
@@ -228,7 +229,7 @@ def tried(
 
 def spread(count: int) -> range:
     """So many of the numbers from 1 to `count`."""
-    return range(1, count + 1, max(1, count // by_lane(2, 4, 100)))
+    return range(1, count + 1, max(1, count // by_lane(1, 3, 100)))
 
 
 def sweep_of_writes(make: Make, place: Path) -> None:
@@ -244,6 +245,10 @@ def sweep_of_writes(make: Make, place: Path) -> None:
         assert raised == bool(injector.failed), first
 
 
+@pytest.mark.full(
+    "one call after another, of one kind", keep=["loading_and_dispatching", "casting"]
+)
+@pytest.mark.long("one call after another, of one kind", keep=ONE_OF_EACH_KIND)
 @EACH
 def test_a_full_disk_is_told_and_then_the_same_call_will_do(make: Make, tmp_path: Path) -> None:
     sweep_of_writes(make, tmp_path)
@@ -255,6 +260,7 @@ def test_a_call_that_leaves_out_what_failed_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.full("one call after another, of one kind", keep=["loading_and_dispatching"])
+@pytest.mark.long("one call after another, of one kind", keep=ONE_OF_EACH_KIND)
 @EACH
 def test_after_an_interrupt_the_same_call_will_do(make: Make, tmp_path: Path) -> None:
     whole, _ = tried(make, tmp_path, lambda: InterruptAt(NEVER, ADAPTERS))
@@ -268,9 +274,9 @@ def test_after_an_interrupt_the_same_call_will_do(make: Make, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("make", "function"),
     [
-        (converting, Binding.move_to),
-        (casting, Binding.move_to),
-        (loading_a_state_dict, Binding.move_to),
+        (converting, ParameterBinding.move_to),
+        (casting, ParameterBinding.move_to),
+        (loading_a_state_dict, ParameterBinding.move_to),
         (dispatching, Attachment.add),
     ],
 )

@@ -88,6 +88,7 @@ def assert_same(
         assert after.bytes_written == before.bytes_written
 
 
+@pytest.mark.full("a loop of another library")
 def test_accelerate_accumulates(device: str, disk_dir: Path) -> None:
     def run(model: Any, device: str) -> list[torch.Tensor]:
         accelerator = accelerate.Accelerator(
@@ -121,6 +122,7 @@ def test_under_autocast(device: str, disk_dir: Path) -> None:
     assert_same(lambda model, device: train(model, device, loss), device, disk_dir, passes=STEPS)
 
 
+@pytest.mark.full("a kind of LoRA; test_the_file_of_the_adapters has another")
 def test_dora(device: str, disk_dir: Path) -> None:
     assert_same(train, device, disk_dir, lambda: llama(use_dora=True))
 
@@ -151,6 +153,7 @@ class Texts(torch.utils.data.Dataset[Any]):
         return {"input_ids": ids, "labels": ids}
 
 
+@pytest.mark.full("tests/training/test_trainer.py has the same trainer")
 def test_the_trainer_of_transformers(device: str, disk_dir: Path) -> None:
     if device != "cpu":
         pytest.skip("it chooses the device itself, and knows no pretend accelerator")

@@ -24,13 +24,13 @@ from tests.helpers.tensors import parameter_bytes
 from tests.store.helpers import open_store
 from tests.training import models as training_models
 from tierstore import (
-    BudgetError,
     TierStore,
     disable_offload,
     dispatch_model,
     enable_group_offload,
     offload_activations,
 )
+from tierstore.errors import BudgetError
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -136,9 +136,9 @@ OFFLOADS: dict[str, Callable[[nn.Module, TierStore], object]] = {
 
 @pytest.mark.full(
     "every model, however it is offloaded and recomputed, at every budget",
-    keep="values",
+    keep="a third",
 )
-@pytest.mark.long("no three of these have to do with each other", keep="pairs")
+@pytest.mark.long("no two of these have to do with each other", keep="values")
 @pytest.mark.parametrize("build", (llama, flux, t5_head, unet), ids=lambda build: build.__name__)
 @pytest.mark.parametrize("how", ("plain", "reentrant", "not reentrant"))
 @pytest.mark.parametrize(
@@ -220,6 +220,7 @@ def reentrant(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(model, x, use_reentrant=True)
 
 
+@pytest.mark.full("what is frozen, and what runs it", keep="a third")
 @pytest.mark.parametrize("run", (twice, layers_twice, not_reentrant, reentrant))
 @pytest.mark.parametrize("freeze", (head_only, first_bias, nothing))
 def test_gradients_of_what_is_trained(

@@ -50,7 +50,8 @@ def gradients(model: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("implementation", ON_BOTH)
 @pytest.mark.parametrize("recomputed", (False, True))
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.full("the model, how it uses experts, the device", keep="values")
+@pytest.mark.full("the model, how it uses experts, the device", keep="a third")
+@pytest.mark.long("no two of these have to do with each other", keep="values")
 def test_steps_are_the_same(
     device: str, recomputed: bool, implementation: str, kind: str, disk_dir: Path
 ) -> None:

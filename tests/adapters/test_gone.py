@@ -141,6 +141,7 @@ def drop(models: list[Any]) -> None:
     wait_until(gone, "somebody has the model")
 
 
+@pytest.mark.full("the model, how it goes", keep="a third")
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_a_model_that_is_gone_leaves_nothing(
     make: Callable[[TierStore], list[Any]], store: TierStore
@@ -173,7 +174,7 @@ def disabled_handle(store: TierStore) -> Callable[[], object]:
     model = build()
     handle = enable_group_offload(model, store)
     run(model)
-    return handle.disable
+    return lambda: disable_offload(handle)
 
 
 def disabled_training(store: TierStore) -> Callable[[], object]:
@@ -183,6 +184,7 @@ def disabled_training(store: TierStore) -> Callable[[], object]:
     return done
 
 
+@pytest.mark.full("the control of each model", keep="a third")
 @pytest.mark.parametrize("begin", [undone_dispatch, disabled_handle, disabled_training])
 def test_an_ordinary_model_leaves_nothing(
     begin: Callable[[TierStore], Callable[[], object]], store: TierStore

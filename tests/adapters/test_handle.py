@@ -24,7 +24,8 @@ from tests.adapters.conftest import (
 )
 from tests.helpers.tensors import assert_same
 from tests.store.helpers import open_store
-from tierstore import ClosedError, disable_offload, enable_group_offload
+from tierstore import disable_offload, enable_group_offload
+from tierstore.errors import ClosedError
 
 pytestmark = [
     pytest.mark.full(
@@ -242,6 +243,7 @@ def test_two_pipelines_on_one_store(
         assert sorted(handles["wan"].groups) == store.keys()
 
 
+@pytest.mark.full("as two pipelines on one store")
 def test_two_pipelines_that_share_components(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:

@@ -24,14 +24,8 @@ from tests.adapters.conftest import (
 from tests.adapters.models import BLOCK_BYTES, Tower, given
 from tests.helpers.tensors import pickled, saved
 from tests.store.helpers import open_store
-from tierstore import (
-    BudgetError,
-    ClosedError,
-    TierStore,
-    disable_offload,
-    dispatch_model,
-    enable_group_offload,
-)
+from tierstore import TierStore, disable_offload, dispatch_model, enable_group_offload
+from tierstore.errors import BudgetError, ClosedError
 
 pytestmark = pytest.mark.full(
     "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
@@ -113,6 +107,7 @@ def test_a_shared_component_is_offloaded_until_its_last_pipeline_is_disabled(
     assert torch.equal(pipelines.run("flux", second), expected)
 
 
+@pytest.mark.full("as one that is offloaded until the last is disabled")
 @ON_BOTH
 @pytest.mark.parametrize("kept", (True, False), ids=("with its handle", "without"))
 def test_a_shared_component_outlives_the_first_pipeline(
@@ -144,6 +139,7 @@ def test_a_shared_component_outlives_the_first_pipeline(
         assert torch.equal(pipelines.run("flux", second), expected)
 
 
+@pytest.mark.full("as the first of them")
 @ON_BOTH
 def test_either_of_two_pipelines_suspends_what_they_share(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
@@ -191,6 +187,7 @@ def test_disabled_while_suspended_a_pipeline_stays_ordinary(
 # Dropped pipelines --------------------------------------------------------------------------------
 
 
+@pytest.mark.full("loads a pipeline for it alone")
 @ON_BOTH
 def test_a_component_that_is_kept_keeps_no_others(
     device: str, checkpoint: Checkpoints, disk_dir: Path, tmp_path: Path
@@ -425,6 +422,7 @@ def test_a_second_call_offloads_the_components_that_are_there_then(
         assert torch.equal(pipelines.run("flux", pipe), pipelines.run("flux", other))
 
 
+@pytest.mark.full("loads a pipeline twice")
 @ON_BOTH
 def test_components_that_are_replaced_in_a_suspended_block(
     device: str, checkpoint: Checkpoints, disk_dir: Path

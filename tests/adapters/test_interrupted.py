@@ -26,7 +26,9 @@ from tests.adapters.models import BLOCK_BYTES, Tower, given
 from tests.faults.interrupting import InterruptAt
 from tests.lanes import by_lane
 from tests.store.helpers import open_store
-from tierstore import Access, LeaseError, OffloadHandle, TierStore, adapters, enable_group_offload
+from tierstore import Access, TierStore, adapters, enable_group_offload
+from tierstore.errors import LeaseError
+from tierstore.types import OffloadHandle
 
 pytestmark = pytest.mark.full(
     "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
@@ -197,6 +199,7 @@ def test_one_model_called_from_two_threads(
         assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 
+@pytest.mark.full("test_models_on_threads.py has threads")
 @ON_BOTH
 def test_two_models_on_one_store_called_from_two_threads(
     device: str, checkpoint: Checkpoints, disk_dir: Path

@@ -20,7 +20,6 @@ from tests.adapters.models import BLOCK_BYTES, Tower, given
 from tests.store.helpers import PAGE, open_store, pages
 from tierstore import (
     Access,
-    ActivationOffload,
     Lease,
     OffloadModel,
     OffloadOptimizer,
@@ -29,7 +28,8 @@ from tierstore import (
     dispatch_model,
     offload_activations,
 )
-from tierstore.model.words import size
+from tierstore.model.formatting import size
+from tierstore.types import ActivationOffload
 
 
 def drawn(look: Any) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.accelerator import ACCELERATOR, needs_accelerator, on_both
@@ -26,15 +27,18 @@ from tierstore import TierStore, enable_group_offload
 from tierstore.engine.loop_memory import LoopMemory, LoopRing
 from tierstore.engine.loop_runner import LoopRunner
 from tierstore.engine.loops import LONGEST_REST
+from tierstore.model.outline import LEAST_TILE
 from tierstore.model.sizes import PAGE, slot_bytes
 from tierstore.observe.stats import Stats
 from tierstore.observe.trace import COMPUTE, PLANS
 from tierstore.plan.loop_follower import LoopFollower
-from tierstore.plan.loop_plan import TileCopy
+from tierstore.plan.loop_plan import Resident, TileCopy
 from tierstore.store import engine_of
 from tierstore.trace import read_trace
 
 LAYERS, WIDTH = 12, 128
+TILE = 4 * PAGE
+"""Of which a layer's weights take five."""
 BACK = 2
 """Passes within which a loop is followed again, after one in which something else was done."""
 LEARNED = 6
@@ -58,22 +62,33 @@ class Layer(nn.Linear):
 class Repeated:
     """A model in a store that has room for half of it, and what it should give."""
 
+    width = WIDTH
+
     @staticmethod
     def make_model(layers: list[Layer]) -> nn.Module:
         return nn.Sequential(*layers)
 
-    def __init__(self, path: Path, device: str, room: float = 0.6) -> None:
+    def __init__(
+        self, path: Path, device: str, room: float = 0.6, tile: int = TILE, **options: Any
+    ) -> None:
         torch.manual_seed(0)
-        self.layers = [Layer(WIDTH, WIDTH) for _ in range(LAYERS)]
+        self.layers = [Layer(self.width, self.width) for _ in range(LAYERS)]
         self.model = self.make_model(self.layers).requires_grad_(False).eval()
-        self.x = torch.randn(3, WIDTH)
+        self.load(path.with_suffix(".safetensors"))
+        self.x = torch.randn(3, self.width)
         self.right = self.plain()
         self.nbytes = parameter_bytes(self.model)
-        budgets = {} if device == "cpu" else {"device_budget": int(self.nbytes * room * 5 / 6)}
-        self.store = open_store(path, int(self.nbytes * room), device, **budgets)
+        if device != "cpu":
+            options["device_budget"] = int(self.nbytes * room * 5 / 6)
+        self.store = open_store(path, int(self.nbytes * room), device, **options)
         self.device = device
-        engine_of(self.store).loops.refines = False  # here, times are what happens to be
+        loops = engine_of(self.store).loops
+        loops.refines = False  # here, times are what happens to be
+        loops.least_tile = tile
         enable_group_offload(self.model, self.store, offload_type="leaf_level")
+
+    def load(self, path: Path) -> None:
+        """Have the model's weights from a file, maybe."""
 
     @torch.no_grad()
     def plain(self) -> torch.Tensor:
@@ -113,6 +128,11 @@ def repeated(tmp_path: Path, device: str) -> Iterator[Repeated]:
         yield made
 
 
+def cut_groups(runner: LoopRunner) -> set[int]:
+    """The groups that move in tiles."""
+    return runner.memory.keyed.plan.cut_groups
+
+
 @on_both
 def test_weights_lie_where_they_lay_in_each_pass(repeated: Repeated) -> None:
     runner, before = repeated.follow(), repeated.store.stats()
@@ -127,6 +147,7 @@ def test_weights_lie_where_they_lay_in_each_pass(repeated: Repeated) -> None:
     assert 0 < read <= 4 * LAYERS * slot_bytes(repeated.nbytes // LAYERS + PAGE)
     assert after.misses == before.misses
     assert len(set(addresses)) < LAYERS, "something has passed through a ring"
+    assert cut_groups(runner), "in tiles"
 
 
 def assert_within_budgets(store: TierStore, done: object = None) -> None:
@@ -189,6 +210,7 @@ DEEDS: dict[str, Callable[[TierStore], object]] = {
 }
 
 
+@pytest.mark.full("the deed, where it comes", keep="any device")
 @on_both
 @pytest.mark.parametrize("where", [0, 5, LAYERS - 1])
 @pytest.mark.parametrize("deed", DEEDS)
@@ -323,7 +345,7 @@ def run_on_a_device_that_is_late(repeated: Repeated, rng: random.Random) -> list
 @pytest.mark.pretend_only("late")
 @needs_accelerator
 @pytest.mark.parametrize("device", [ACCELERATOR])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(by_lane(2, 8)))
 def test_values_are_right_however_far_behind_the_device_is(
     seed: int, repeated: Repeated, late_pretend: Any
 ) -> None:
@@ -343,6 +365,66 @@ def test_lease_that_is_held_keeps_a_plan_from_being_entered(repeated: Repeated) 
             repeated.run()
         assert repeated.store.stats().plans_followed == 0
     repeated.follow()
+
+
+class RepeatedOdd(Repeated):
+    """Tensors that do not lie in a file as they have to lie in memory."""
+
+    width = WIDTH + 1
+
+
+@on_both
+def test_groups_whose_bytes_are_moved_after_reading_are_not_cut(
+    device: str, tmp_path: Path
+) -> None:
+    made = RepeatedOdd(tmp_path / "store", device)
+    with made.store:
+        runner = made.follow()
+        for _ in range(3):
+            made.run()
+        assert made.runner is runner
+        assert not cut_groups(runner)
+        assert_within_budgets(made.store)
+
+
+@on_both
+def test_groups_that_are_checked_at_each_read_are_not_cut(device: str, tmp_path: Path) -> None:
+    made = Repeated(tmp_path / "store", device, verify="always")
+    with made.store:
+        runner = made.follow()
+        made.run()
+        assert made.runner is runner
+        assert not cut_groups(runner)
+
+
+class RepeatedFromFile(RepeatedOdd):
+    def load(self, path: Path) -> None:
+        save_file(self.model.state_dict(), path)
+        self.model.load_state_dict(load_file(path), assign=True)
+
+
+@on_both
+def test_groups_of_a_checkpoint_are_cut_where_the_device_allows_it(
+    device: str, tmp_path: Path
+) -> None:
+    """There, tensors are aligned, and a tile must not reach beyond its room."""
+    made = RepeatedFromFile(tmp_path / "store", device)
+    with made.store:
+        runner = made.follow()
+        for _ in range(3):
+            made.run()
+        assert made.runner is runner
+        plan, entries = runner.memory.keyed.plan, runner.memory.entries
+        moved = {copy.group for tier in plan.tiers for copy in tier.copies}
+        ahead = {
+            group
+            for group in moved
+            if any(run.device_offset > run.host_offset for run in entries[group].spec.runs)
+        }
+        assert not any(entries[group].source.moves for group in moved)  # type: ignore[union-attr]
+        assert cut_groups(runner) == (moved if device == "cpu" else moved - ahead)
+        assert cut_groups(runner)
+        assert_within_budgets(made.store)
 
 
 class WithScale(nn.Module):
@@ -382,7 +464,7 @@ def test_units_inside_of_a_unit_are_followed(device: str, tmp_path: Path) -> Non
 @on_both
 @pytest.mark.parametrize("room", [0.6, 4.0])
 def test_step_that_is_followed_takes_few_calls(room: float, device: str, tmp_path: Path) -> None:
-    made = Repeated(tmp_path / "store", device, room)
+    made = Repeated(tmp_path / "store", device, room, tile=LEAST_TILE)
     with made.store:
         made.follow()
         made.run()
@@ -462,7 +544,7 @@ def steps_do_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
 
 def reads_do_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
     def read_into(runner: LoopRunner, ring: LoopRing, read: TileCopy) -> float:
-        runner.memory.read(ring, read.group, read.target)
+        runner.memory.read(ring, Resident(read.group, read.offset, read.nbytes, read.target))
         return time.monotonic()
 
     patch.setattr(LoopRunner, "_read_into", read_into)

@@ -174,6 +174,9 @@ def is_idle(store: TierStore) -> bool:
 MORE = pytest.mark.full("as two models, with more to read")
 
 
+@pytest.mark.full(
+    "repeats a model until its loop is learned; one thread does in test_loops.py", keep="a third"
+)
 @on_both
 @pytest.mark.parametrize(
     ("count", "anew"),

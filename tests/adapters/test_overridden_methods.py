@@ -78,6 +78,7 @@ class Replacing(Block):
 KINDS = [Block, OwnState, OwnNames, OwnParameters, OwnModules, Replacing]
 
 
+@pytest.mark.full("the method, how it is offloaded", keep="a third")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("offload", [dispatch_model, enable_group_offload])
 @pytest.mark.parametrize("device", DEVICES)
@@ -191,6 +192,7 @@ OFFLOADS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.full("how it is offloaded", keep="a third")
 @pytest.mark.parametrize("offload", OFFLOADS)
 @pytest.mark.parametrize("around", ["outside", "inside"])
 @pytest.mark.parametrize("device", DEVICES)

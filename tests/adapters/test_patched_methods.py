@@ -116,6 +116,7 @@ def assert_runs_as(model: nn.Module, plain: nn.Module, store: TierStore) -> None
         assert store.stats().bytes_read > read
 
 
+@pytest.mark.full("the change, how it is offloaded", keep="a third")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("offload", [dispatch_model, enable_group_offload])
 @pytest.mark.parametrize("device", DEVICES)
@@ -150,6 +151,7 @@ def test_copy_of_offloaded_model_follows_its_class(tmp_path: Path) -> None:
         assert not torch.equal(plain(x), before)
 
 
+@pytest.mark.full("the change, and what recomputes it", keep="a third")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_patched_forward_trains_as_plain_python_would(

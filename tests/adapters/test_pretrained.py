@@ -19,14 +19,14 @@ from tests.adapters.conftest import DEVICES, Checkpoints
 from tests.helpers.tensors import assert_same
 from tests.store.helpers import open_store
 from tierstore import (
-    BudgetError,
     TierStore,
     disable_offload,
     enable_group_offload,
     from_pretrained,
     from_single_file,
 )
-from tierstore.adapters.pretrained import LARGE, intercepted
+from tierstore.adapters.deferred_loading import LARGE, intercepted
+from tierstore.errors import BudgetError
 from tierstore.system.maps import nameless_file_memory
 
 TINY_KINDS = pytest.mark.parametrize("kind", pipelines.KINDS)
@@ -212,6 +212,7 @@ def test_what_a_library_makes_of_weights_is_cast_first_and_lies_in_files(
         assert store.stats().bytes_written >= sum(p.nbytes for p in plain.parameters())
 
 
+@pytest.mark.full("loads a whole pipeline in another way")
 def test_a_single_file(checkpoint: Checkpoints, tmp_path: Path, disk_dir: Path) -> None:
     kind, config = diffusers.FluxTransformer2DModel, str(checkpoint("flux") / "transformer")
     kind.from_pretrained(config, torch_dtype=torch.float32).save_pretrained(tmp_path)

@@ -83,6 +83,7 @@ def expected(change: Callable[[Any], None]) -> torch.Tensor:
     return found
 
 
+@pytest.mark.full("the way, the device", keep="a third")
 @changed_by
 def test_a_parameter_goes_with_its_last_name(
     change: Callable[[Any], None], model: Any, store: TierStore, device: str
@@ -99,6 +100,7 @@ def test_a_parameter_goes_with_its_last_name(
     assert all(torch.equal(other, torch.full((WIDTH, WIDTH), 7.0)) for other in others)
 
 
+@pytest.mark.full("the way, the device", keep="a third")
 @changed_by
 def test_a_parameter_that_somebody_has_stays_true(
     change: Callable[[Any], None], model: Any, store: TierStore, device: str
@@ -155,6 +157,7 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.full("what is done beside it", keep="a third")
 @pytest.mark.parametrize("name", ACTIONS)
 def test_all_else_works_beside_one_that_is_gone(name: str, store: TierStore, device: str) -> None:
     plain, model = build(), dispatch_model(build(), store)

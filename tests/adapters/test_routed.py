@@ -39,8 +39,6 @@ from tests.routed_models import (
 from tests.store.helpers import open_store
 from tierstore import (
     Access,
-    BudgetError,
-    OffloadHandle,
     Stats,
     TierStore,
     disable_offload,
@@ -48,6 +46,8 @@ from tierstore import (
     enable_group_offload,
     from_pretrained,
 )
+from tierstore.errors import BudgetError
+from tierstore.types import OffloadHandle
 
 EXPERT_BYTES = WIDTH * WIDTH * 4
 

@@ -79,6 +79,7 @@ def written_within(change: Callable[[nn.Module], None], disk_dir: Path) -> int:
     return within
 
 
+@pytest.mark.full("the change", keep="a third")
 @pytest.mark.parametrize("change", [parameters, modules, children, apply, cast])
 def test_what_is_changed_is_stored_as_it_comes(
     change: Callable[[nn.Module], None], disk_dir: Path

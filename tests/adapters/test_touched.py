@@ -30,7 +30,7 @@ from tests.store.helpers import open_store
 from tierstore import TierStore, disable_offload, dispatch_model, edit_weights, enable_group_offload
 from tierstore.adapters.contents import tensors_of
 from tierstore.adapters.touched import Touching
-from tierstore.model.errors import BudgetError
+from tierstore.errors import BudgetError
 from tierstore.torch_private import innermost_function_mode
 
 WEIGHT = 4 * WIDTH * WIDTH
@@ -79,7 +79,7 @@ def assert_right(
                 least = 1
 
 
-@pytest.mark.full("the device: each case of the default lane has one", keep="any device")
+@pytest.mark.full("the case, the device", keep="a third")
 @pytest.mark.parametrize("name", CASES)
 @both_ways
 @on_both

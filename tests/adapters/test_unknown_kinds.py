@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from tests.store.helpers import open_store
-from tierstore import BudgetError, TierStore, disable_offload, dispatch_model
+from tierstore import TierStore, disable_offload, dispatch_model
+from tierstore.errors import BudgetError
 
 WIDTH, LAYERS = 64, 6
 LAYER = 4 * WIDTH * WIDTH

@@ -388,6 +388,7 @@ def test_a_default_device_does_not_keep_it_from_being_cast(
 # Several threads ----------------------------------------------------------------------------------
 
 
+@pytest.mark.full("test_models_on_threads.py has threads", keep="a third")
 def test_several_threads_run_a_model_that_was_rebuilt(
     device: str, store: TierStore, offload: Offload
 ) -> None:

@@ -158,6 +158,7 @@ def test_a_weight_may_be_used_outside_of_its_module(
         assert torch.equal(nn.functional.linear(x, model.lm_head.weight), expected)
 
 
+@pytest.mark.full("copies a whole pipeline; tests/dispatch copies a model")
 @ON_BOTH
 @pytest.mark.parametrize("kind", ("flux", "llama"))
 def test_7_a_deep_copy_is_an_ordinary_pipeline(

@@ -125,7 +125,8 @@ def offloaded(model: Any, way: str, checkpoint: Path, store: TierStore) -> Calla
         load_checkpoint_and_dispatch(model, checkpoint, store, dtype=dtype)
         return lambda: disable_offload(model)
     if isinstance(model, diffusers.ModelMixin):
-        return enable_group_offload(model, store).disable
+        handle = enable_group_offload(model, store)
+        return lambda: disable_offload(handle)
     dispatch_model(model, store)
     return lambda: disable_offload(model)
 

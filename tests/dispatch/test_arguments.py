@@ -22,8 +22,6 @@ from tests.dispatch.conftest import (
     store_for,
 )
 from tierstore import (
-    BudgetError,
-    ClosedError,
     TierStore,
     cpu_offload,
     disable_offload,
@@ -32,6 +30,7 @@ from tierstore import (
     enable_group_offload,
     load_checkpoint_and_dispatch,
 )
+from tierstore.errors import BudgetError, ClosedError
 
 pytestmark = pytest.mark.full(
     "the model, how it is dispatched: each has its own part; test_parity.py has both devices",

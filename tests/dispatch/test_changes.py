@@ -171,6 +171,7 @@ def test_an_edit_on_an_accelerator(change: Change, disk_dir: Path) -> None:
     check_change(change, "parts", ACCELERATOR, disk_dir)
 
 
+@pytest.mark.full("as test_an_edit, of a whole model")
 @ON_BOTH
 @pytest.mark.parametrize("runs", (True, False), ids=("after a run", "at once"))
 def test_edits_before_the_store_is_left(runs: bool, device: str, disk_dir: Path) -> None:
@@ -188,6 +189,7 @@ def test_edits_before_the_store_is_left(runs: bool, device: str, disk_dir: Path)
             assert_same_values(model, plain)
 
 
+@pytest.mark.full("as test_an_edit, of a whole model")
 @ON_BOTH
 def test_edits_keep_every_parameter(device: str, disk_dir: Path) -> None:
     model, plain = models.build("parts"), models.build("parts")

@@ -21,13 +21,13 @@ from tests.dispatch.conftest import (
 )
 from tests.helpers.tensors import assert_same, parameter_bytes
 from tierstore import (
-    BudgetError,
     TierStore,
     disable_offload,
     dispatch_model,
     load_checkpoint_and_dispatch,
 )
 from tierstore.adapters.owners import owner_of
+from tierstore.errors import BudgetError
 
 pytestmark = pytest.mark.full(
     "the model, how it is dispatched: each has its own part; test_parity.py has both devices",

@@ -20,14 +20,14 @@ from tests.accelerator import on_both
 from tests.lanes import by_lane
 from tests.store.helpers import open_store
 from tierstore import (
-    BudgetError,
     TierStore,
     disable_offload,
     dispatch_model,
     load_checkpoint_and_dispatch,
 )
-from tierstore.adapters import bindings
+from tierstore.adapters import binding
 from tierstore.engine.object_references import ObjectReferences
+from tierstore.errors import BudgetError
 
 WIDTH, LAYERS = by_lane((256, 4), (256, 4), (1024, 25))
 LAYER = 4 * WIDTH * (WIDTH + 1)
@@ -185,7 +185,7 @@ def test_caches_in_buffers_stay_right_and_off_the_disk(device: str, tmp_path: Pa
 def test_caches_that_count_as_weights_are_written_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bindings, "OFTEN", 1000)
+    monkeypatch.setattr(binding, "OFTEN", 1000)
     model, x = Attentions(), torch.randn(1, 64)
     with open_store(tmp_path, nbytes_of(model)) as store:
         dispatch_model(model, store)

@@ -23,8 +23,6 @@ from tests.dispatch.conftest import (
 )
 from tests.helpers.tensors import assert_same
 from tierstore import (
-    BudgetError,
-    LeaseError,
     TierStore,
     disable_offload,
     dispatch_model,
@@ -32,6 +30,7 @@ from tierstore import (
     enable_group_offload,
     load_checkpoint_and_dispatch,
 )
+from tierstore.errors import BudgetError, LeaseError
 
 pytestmark = pytest.mark.full(
     "the model, how it is dispatched: each has its own part; test_parity.py has both devices",

@@ -23,9 +23,10 @@ import transformers
 from torch import nn
 
 from tests.helpers.tensors import assert_same
-from tierstore import InvalidHeaderError, StaleCheckpointError, TransferError
+from tierstore import TransferError
 from tierstore.adapters import loading
 from tierstore.adapters.loading import load_weights
+from tierstore.errors import InvalidHeaderError, StaleCheckpointError
 from tierstore.system.maps import AddressSpace
 
 SEED = 7

@@ -25,13 +25,13 @@ from tests.dispatch.conftest import (
 )
 from tests.helpers.tensors import assert_same, parameter_bytes
 from tierstore import (
-    ClosedError,
     TierStore,
     disable_offload,
     dispatch_model,
     enable_group_offload,
     load_checkpoint_and_dispatch,
 )
+from tierstore.errors import ClosedError
 
 pytestmark = [
     pytest.mark.full(

@@ -23,7 +23,6 @@ from tests.dispatch.conftest import (
 )
 from tests.helpers.tensors import assert_same
 from tierstore import (
-    BudgetError,
     TierStore,
     disable_offload,
     dispatch_model,
@@ -31,6 +30,7 @@ from tierstore import (
     enable_group_offload,
     load_checkpoint_and_dispatch,
 )
+from tierstore.errors import BudgetError
 
 pytestmark = pytest.mark.full(
     "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
@@ -94,6 +94,7 @@ def test_a_lora_of_peft(device: str, checkpoint: Checkpoints, disk_dir: Path) ->
         Weights.of(merged[0]).assert_equal_to(merged[1])
 
 
+@pytest.mark.full("as a LoRA of peft")
 @ON_BOTH
 def test_a_lora_merged_layer_by_layer(device: str, checkpoint: Checkpoints, disk_dir: Path) -> None:
     """On the device, within its budget."""

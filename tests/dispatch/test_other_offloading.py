@@ -36,7 +36,8 @@ def dispatched(model: Any, store: TierStore) -> Callable[[], object]:
 
 
 def offloaded_in_groups(model: Any, store: TierStore) -> Callable[[], object]:
-    return enable_group_offload(model, store).disable
+    handle = enable_group_offload(model, store)
+    return lambda: disable_offload(handle)
 
 
 def in_training(model: Any, store: TierStore) -> Callable[[], object]:
@@ -104,6 +105,7 @@ def attributes(model: nn.Module) -> list[set[str]]:
     return [set(vars(module)) for module in model.modules()]
 
 
+@pytest.mark.full("the library, and what it is asked", keep="a third")
 @pytest.mark.parametrize(
     "way",
     (dispatched, offloaded_in_groups, in_training, a_layer_of_it),
@@ -121,7 +123,7 @@ def test_it_is_refused_until_the_model_leaves(
         assert torch.equal(model(rows), expected)
         before = attributes(model)
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"tierstore.*handle\.disable\(\)"):
+            with pytest.raises(ValueError, match=r"tierstore.*disable_offload\(model\)"):
                 other(model, tmp_path / "other")
         assert attributes(model) == before
         asked = acquires(store)
@@ -148,6 +150,7 @@ def test_others_are_left_alone(disk_dir: Path, tmp_path: Path) -> None:
         assert store.stats().bytes_read > 0
 
 
+@pytest.mark.full("the library, the call", keep="a third")
 @pytest.mark.parametrize("way", (dispatched, offloaded_in_groups), ids=lambda way: way.__name__)
 @pytest.mark.parametrize(
     "other",

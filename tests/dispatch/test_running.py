@@ -38,6 +38,7 @@ SHARE = 0.3
 # Compiled -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.full("compiles for seconds; tests/adapters/test_compiled.py has small blocks")
 @torch.no_grad()
 def test_compiled(disk_dir: Path) -> None:
     plain, model, x = models.Tower(), models.Tower(), models.rows()

@@ -108,6 +108,7 @@ def test_safetensors_save_model(model: Any, tmp_path: Path) -> None:
     assert same_state(other.state_dict(), plain.state_dict())
 
 
+@pytest.mark.full("saves and loads twice; test_loading.py reads what was saved")
 @pytest.mark.parametrize("kind", ("llama", "t5", "unet"))
 def test_save_pretrained(
     kind: str,
@@ -283,6 +284,7 @@ def test_a_state_dict_that_is_taken_inside_a_forward_stays_true(
         assert same_state(state, true)
 
 
+@pytest.mark.full("reads for seconds beside a run")
 @torch.no_grad()
 def test_state_dict_while_another_thread_runs_the_model(
     model: Any, store: TierStore, reference: References, device: str

@@ -379,7 +379,7 @@ def given_after_other_runs(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["weights", "buffers"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.full("every way in every mode", keep="values")
+@pytest.mark.full("every way in every mode", keep="a third")
 def test_kept_view_shows_its_weight(
     way: str, kind: str, mode: str, device: str, disk_dir: Path
 ) -> None:
@@ -391,6 +391,7 @@ def test_kept_view_shows_its_weight(
     assert torch.equal(found, expected)
 
 
+@pytest.mark.full("runs until the missing check shows", keep="a third")
 @pytest.mark.pretend_only("late")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("without", [None, "end", "are_looked_at"])
@@ -490,6 +491,7 @@ def test_update_reaches_the_group_beside_a_kept_view(disk_dir: Path) -> None:
         assert torch.equal(kept, torch.zeros(8)), "it was left before the change"
 
 
+@pytest.mark.full("how it is offloaded, the device", keep="a third")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offload", [dispatch_model, enable_group_offload])
 def test_cached_parametrizations_are_right(
@@ -545,6 +547,7 @@ def plain(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return copy.deepcopy(model).to(x.device)(x).cpu()
 
 
+@pytest.mark.full("whether it is kept", keep="a third")
 @pytest.mark.parametrize("kept", [True, False])
 def test_memory_that_a_view_keeps_in_ram_is_logged_once(
     kept: bool, disk_dir: Path, caplog: pytest.LogCaptureFixture

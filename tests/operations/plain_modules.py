@@ -499,7 +499,7 @@ def traced(actions: Actions) -> None:
 
 @CALLING.row(
     "`torch.jit.script(model)`",
-    refusal=Refusal(AttributeError, "StandIn", "compile `copy.deepcopy(model)`"),
+    refusal=Refusal(AttributeError, "MethodPatch", "compile `copy.deepcopy(model)`"),
 )
 def scripted(actions: Actions) -> None:
     model = dispatched(actions)

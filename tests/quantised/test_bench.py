@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bench.test_speed_benches import cells, number, run
+from tests.bench.test_benches import cells, number, run
 
 pytestmark = pytest.mark.long(
     "two processes that import all libraries; test_parity.py does the same in one",

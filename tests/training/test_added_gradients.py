@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -12,7 +16,9 @@ from torch import nn
 from tests.accelerator import ACCELERATOR, needs_accelerator, pretend
 from tests.helpers.tensors import assert_same
 from tests.training.conftest import store_for
-from tierstore.adapters.training import OffloadModel
+from tierstore import TierStore
+from tierstore.adapters.training import OffloadModel, OffloadOptimizer
+from tierstore.engine.mutable_groups import MutableGroups
 
 WIDTH = 64
 
@@ -105,3 +111,34 @@ def test_what_gradients_move_is_counted(disk_dir: Path, share: float) -> None:
             up.append(after.bytes_onloaded - before.bytes_onloaded)
         if share > 1:
             assert up[1] == up[2] == up[0] + nbytes
+
+
+def leases_by_key(run: Callable[[], object]) -> Counter[str]:
+    """Count how often each group of gradients is leased in RAM."""
+    leases: Counter[str] = Counter()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call" and frame.f_code is MutableGroups.lease_in_host.__code__:
+            leases.update([frame.f_locals["key"]])
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return Counter({key: count for key, count in leases.items() if "/gradient." in key})
+
+
+def test_streaming_gradient_is_leased_once_in_backward_and_once_in_step(disk_dir: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(20)])
+    x = torch.randn(2, 256)
+    with TierStore("4MB", disk_dir, device="cpu") as store:
+        trained = OffloadModel(model, store)
+        optimizer = OffloadOptimizer(trained, store, torch.optim.SGD, lr=0.1)
+        for _ in range(2):
+            loss = trained(x).sum()
+            backward = leases_by_key(loss.backward)
+            step = leases_by_key(optimizer.step)
+        assert len(backward) >= 10, "gradients that do not stream show nothing"
+        assert set(backward.values()) == {1} and step == backward
+        trained.disable()

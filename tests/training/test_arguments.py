@@ -25,7 +25,7 @@ from tests.training.conftest import (
 )
 from tierstore import TierStore, dispatch_model, enable_group_offload
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
-from tierstore.model.errors import BudgetError
+from tierstore.errors import BudgetError
 
 AdamW = torch.optim.AdamW
 

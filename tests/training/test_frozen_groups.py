@@ -165,6 +165,7 @@ def read_in_passes(directory: Path, share: float, *, frozen: bool, checkpoint: b
     return min(reads[1:]), 1.05 * (2 * missed + 3 * largest) + too_early
 
 
+@pytest.mark.full("several budgets; one is in test_parity.py")
 @CHECKPOINTED
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 def test_parameters_are_read_once_in_each_pass_and_less_with_more_room(

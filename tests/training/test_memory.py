@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.accelerator import ACCELERATOR, pretend
+from tests.accelerator import ACCELERATOR, on_both, pretend
 from tests.helpers.processes import results_in, run_python, without_kept_addresses
 from tests.helpers.tensors import parameter_bytes
 from tests.training import limited
@@ -238,6 +238,22 @@ def test_larger_slices_are_seen_in_the_memory(disk_dir: Path) -> None:
     few = train("listed", 3, disk_dir / "few", ram, recompute=False)
     many = train("listed", 8, disk_dir / "many", ram, recompute=False)
     assert few.allocated > many.bound
+
+
+@on_both
+def test_disabled_model_that_is_kept_holds_no_memory(device: str, disk_dir: Path) -> None:
+    """Who trains another model in the same store may still have the wrapper of this one."""
+    with TierStore("16MB", disk_dir, device=device) as store:
+        model = OffloadModel(nn.Sequential(*(Block(width) for width in WIDTHS)), store)
+        optimizer = OffloadOptimizer(model, store, torch.optim.SGD, lr=0.1)
+        model(torch.randn(BATCH, INPUTS, device=store.device)).square().mean().backward()
+        optimizer.step()
+        del optimizer
+        assert store.stats().used_bytes["HOST"] > 0
+        module = model.disable()
+        gc.collect()
+        assert store.stats().used_bytes["HOST"] == 0
+        assert parameter_bytes(module) > 0 and model.module is module
 
 
 @pytest.mark.pretend_only("bytes")

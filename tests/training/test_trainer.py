@@ -6,6 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -64,6 +65,7 @@ def trained(model: nn.Module, folder: Path) -> tuple[list[float], float, dict[st
     return losses, evaluated, load_file(folder / "saved" / "model.safetensors")
 
 
+@pytest.mark.full("trains twice with another library")
 def test_a_trainer_trains_it_as_the_model_itself(tmp_path: Path, disk_dir: Path) -> None:
     expected = trained(tiny(), tmp_path / "plain")
     module = tiny()

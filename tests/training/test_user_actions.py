@@ -552,7 +552,7 @@ def test_reading_after_the_store_was_closed(disk_dir: Path) -> None:
     assert_same(dict(module.state_dict()), dict(plain.state_dict()))
     for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(optimizer.state[ours]["exp_avg"], by_itself.state[theirs]["exp_avg"])
-    with pytest.raises(tierstore.ClosedError):
+    with pytest.raises(tierstore.errors.ClosedError):
         squares(model, 2, "cpu")
 
 

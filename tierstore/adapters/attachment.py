@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-import torch
 from torch import nn
 
 from tierstore.adapters.device_resident import DeviceResident, DeviceShare, is_resident
-from tierstore.adapters.unit_use import StandIn
+from tierstore.adapters.forward import MethodPatch
 from tierstore.store import TierStore, engine_of
 
 
 class Removable(Protocol):
-    """Something that was done to a module: a stand-in for a method, or a hook."""
+    """Something that was done to a module: a patch for a method, or a hook."""
 
     def remove(self) -> None:
         """Undo it."""
@@ -33,7 +32,6 @@ class Attachment:
     def __init__(self, owner: object, store: TierStore) -> None:
         self.groups: dict[str, list[str]] = {}
         self.resident = DeviceResident(store)
-        self._store = store
         self.patched = 0
         self._done: list[Removable] = []
         self._found: list[tuple[dict[str, Any], str, Any, nn.Module, type]] | None = None
@@ -44,25 +42,15 @@ class Attachment:
         self._done.append(done)
         self._found = None
 
-    def stand_in(
-        self, module: nn.Module, name: str, run: Callable[[StandIn, Any, Any], Any]
+    def patch(
+        self, module: nn.Module, name: str, run: Callable[[MethodPatch, Any, Any], Any]
     ) -> None:
         """Have calls of a module's method be calls of `run`."""
-        stand_in = StandIn(module, name, run)
-        self.add(stand_in)
-        stand_in.put()
+        patch = MethodPatch(module, name, run)
+        self.add(patch)
+        patch.install()
 
-    def keep_on_device(
-        self,
-        prefix: str,
-        tensors: Mapping[str, torch.Tensor],
-        target: int,
-        trained: Collection[torch.Tensor] = (),
-    ) -> None:
-        """Have these on the store's device for as long as this lasts: see `DeviceResident`."""
-        self.resident.take(prefix, tensors, target, self.groups, trained)
-
-    def stand_in_again(self) -> bool:
+    def patch_again(self) -> bool:
         """Stand in front of methods that were patched since, or whose patch was taken back. Returns
         whether any module has another class since.
 
@@ -78,32 +66,34 @@ class Attachment:
             return False
         self._found = None
         self.patched += 1
-        displaced = [d for d in self._done if isinstance(d, StandIn) and d.displaced]
+        displaced = [d for d in self._done if isinstance(d, MethodPatch) and d.displaced]
         for before in displaced:
-            before.outdated = True  # none of them is in the others' way
+            before.superseded = True  # none of them is in the others' way
         for before in displaced:
             if before.run is not None:
-                after = StandIn(before.module, before.name, before.run)
+                after = MethodPatch(before.module, before.name, before.run)
                 self._done[self._done.index(before)] = after
-                after.put()
+                after.install()
                 before.successor = after
                 before.remove()
         return any(type(each.module) is not each.kind for each in displaced)
 
     def _attributes(self) -> Iterator[tuple[dict[str, Any], str, Any, nn.Module, type]]:
         """What modules have in the places of the methods that something stands in for."""
-        stand_ins = [done for done in self._done if isinstance(done, StandIn)]
-        for module, name in dict.fromkeys((each.module, each.name) for each in stand_ins):
+        patches = [done for done in self._done if isinstance(done, MethodPatch)]
+        for module, name in dict.fromkeys((each.module, each.name) for each in patches):
             yield module.__dict__, name, module.__dict__.get(name), module, type(module)
 
-    def outdate(self, kind: type) -> list[StandIn]:
-        """Leave it to the caller to remove the stand-ins that run a `kind`: others take their
+    def supersede(self, kind: type) -> list[MethodPatch]:
+        """Leave it to the caller to remove the patches that run a `kind`: others take their
         places first."""
-        outdated = [d for d in self._done if isinstance(d, StandIn) and isinstance(d.run, kind)]
-        self._done = [done for done in self._done if done not in outdated]
-        for stand_in in outdated:
-            stand_in.outdated = True
-        return outdated
+        superseded = [
+            d for d in self._done if isinstance(d, MethodPatch) and isinstance(d.run, kind)
+        ]
+        self._done = [done for done in self._done if done not in superseded]
+        for patch in superseded:
+            patch.superseded = True
+        return superseded
 
     def detach(self) -> None:
         """Undo all of it, the latest first; what stays on the device stays."""

@@ -10,7 +10,7 @@ import copy
 import threading
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -21,11 +21,14 @@ from tierstore.adapters.codecs.memory import geometry_at
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.codecs.wrapper import is_wrapper
 from tierstore.adapters.contents import modules_of, tensors_of
-from tierstore.adapters.owners import Owner, owner_of
-from tierstore.adapters.unit_use import CopiedAs, StandIn, same
+from tierstore.adapters.forward import CopiedAs, MethodPatch, same
+from tierstore.adapters.owners import owner_of
 from tierstore.adapters.weight_groups import Change
-from tierstore.model.errors import ClosedError
+from tierstore.errors import ClosedError
 from tierstore.torch_private import call_first_of_state_dict_hooks, like
+
+if TYPE_CHECKING:
+    from tierstore.adapters.offloaded import OffloadedModel
 
 T = TypeVar("T")
 
@@ -49,10 +52,10 @@ class Conversion:
     Of what changes, one group is in memory. The weights cannot be moved.
     """
 
-    def __init__(self, offloaded: Owner) -> None:
+    def __init__(self, offloaded: OffloadedModel) -> None:
         self._offloaded = offloaded
 
-    def __call__(self, method: StandIn, args: Any, kwargs: Any) -> Any:
+    def __call__(self, method: MethodPatch, args: Any, kwargs: Any) -> Any:
         return self._apply(method.original, *args, **kwargs)
 
     def _apply(self, original: Callable[..., Any], change: Change, recurse: bool = True) -> Any:
@@ -74,7 +77,7 @@ class Conversion:
         offloaded = self._offloaded
         wrapped = offloaded.weights.wrapped.keys()
         stays = offloaded.weights.tensor_ids() - wrapped
-        residents = {id(tensor) for tensor in offloaded.residents}
+        residents = {id(tensor) for tensor in offloaded.resident.tensors}
 
         def change_the_rest(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) in stays:
@@ -113,7 +116,7 @@ class Copying:
     only where the model's class has one.
     """
 
-    def __init__(self, offloaded: Owner) -> None:
+    def __init__(self, offloaded: OffloadedModel) -> None:
         self._offloaded = offloaded
         self._root = offloaded.root
         self._lock = threading.RLock()
@@ -144,7 +147,7 @@ class Copying:
         self, memo: dict[int, Any], made: Callable[[torch.Tensor], torch.Tensor]
     ) -> nn.Module:
         """A deep copy of the model, its weights being what is `made` of their values."""
-        for tensor in self._offloaded.residents:
+        for tensor in self._offloaded.resident.tensors:
             alike: torch.Tensor = tensor.detach().to("cpu", copy=True)
             if isinstance(tensor, nn.Parameter):
                 alike = nn.Parameter(alike, requires_grad=tensor.requires_grad)
@@ -182,7 +185,7 @@ def _give_ordinary_attributes(root: nn.Module, found: nn.Module, memo: dict[int,
 def _leave_to_its_class(module: nn.Module, copied: nn.Module) -> None:
     """Have a copy find those methods in its class that the module had from its class."""
     for name, value in list(module.__dict__.items()):
-        while isinstance(value, StandIn):
+        while isinstance(value, MethodPatch):
             value = value.replaced
             if value is None:
                 copied.__dict__.pop(name, None)
@@ -218,7 +221,7 @@ class Walking(Generic[T]):
         self._store = store
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, method: StandIn, args: Any, kwargs: Any) -> Any:
+    def __call__(self, method: MethodPatch, args: Any, kwargs: Any) -> Any:
         walk = self._apply if method.name == "apply" else self._named
         return walk(method.original, *args, **kwargs)
 
@@ -254,7 +257,7 @@ class Walking(Generic[T]):
                 self._store(changed)
 
 
-def walking(offloaded: Owner) -> Walking[str]:
+def walking(offloaded: OffloadedModel) -> Walking[str]:
     """Stores groups of an offloaded model as somebody walks through it."""
     weights = offloaded.weights
 
@@ -262,7 +265,7 @@ def walking(offloaded: Owner) -> Walking[str]:
         return {binding.key for binding in weights.bindings_of(module, recurse=False)}
 
     def store(keys: set[str]) -> None:
-        if weights.held.run is None:
+        if weights.current.context is None:
             weights.renew_edited(keys)
 
     return Walking(own, store)
@@ -274,7 +277,7 @@ class Loading:
     What has just come to a group may be followed by more for it; all others are stored.
     """
 
-    def __init__(self, offloaded: Owner) -> None:
+    def __init__(self, offloaded: OffloadedModel) -> None:
         self._offloaded = offloaded
         self._pending: set[str] = set()
         self._lock = threading.RLock()
@@ -292,12 +295,12 @@ class Loading:
             offloaded.weights.renew_edited(due)
 
 
-def tell_true_values(
-    offloaded: Owner, module: nn.Module, state: dict[str, Any], prefix: str, _: Any
+def save_true_values(
+    offloaded: OffloadedModel, module: nn.Module, state: dict[str, Any], prefix: str, _: Any
 ) -> None:
     """A module of the model has told its state: all of it is on the CPU. Of weights that are in use
     at this moment it tells what they show while away, which stays true."""
-    residents = {id(tensor) for tensor in offloaded.residents}
+    residents = {id(tensor) for tensor in offloaded.resident.tensors}
     bound = {id(b.tensor): b for b in offloaded.weights.bindings_of(module, recurse=False)}
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
         binding = bound.get(id(tensor))
@@ -310,7 +313,7 @@ def tell_true_values(
         elif binding is not None:
             state[prefix + name] = binding.value(shown)
         elif id(tensor) in residents:
-            state[prefix + name] = offloaded.tell_resident(tensor)
+            state[prefix + name] = offloaded.resident.told(tensor)
 
 
 def after_state_dict(module: nn.Module, hook: Hook) -> RemovableHandle:

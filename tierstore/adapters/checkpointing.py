@@ -22,8 +22,8 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from tierstore.adapters.compat import any_answer
-from tierstore.adapters.unit_use import Arguments
+from tierstore.adapters.compat import Library, any_answer
+from tierstore.adapters.forward import Arguments
 from tierstore.torch_private import tree_flatten, tree_unflatten
 
 P = ParamSpec("P")
@@ -115,7 +115,7 @@ def _cache_copied(value: Any) -> Any:
     Arguments are held as long as the graph. A cache must not be: it gets tensors from the first
     run, which hold the graph, and neither would ever go.
     """
-    if not any_answer("is_cache", value):
+    if not any_answer(Library.is_cache, value):
         return value
     made = copy.copy(value)
     made.__dict__.update(_cached_copied(vars(value)))

@@ -8,38 +8,37 @@ what stays where. What accelerate's pull request 2214 set out to do.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import logging
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from tierstore.adapters.changing import cast_weights
-from tierstore.adapters.codecs import weight_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.contents import (
     named_buffers_of,
     named_modules_of,
     named_parameters_of,
     named_weights_of,
-    parameters_of,
 )
-from tierstore.adapters.grouping import cutting_for
 from tierstore.adapters.loading import load_weights
 from tierstore.adapters.memory_warning import warn_of_little_memory
-from tierstore.adapters.modules import ANYWHERE, IN_RAM, ON_DEVICE, OffloadedModule
-from tierstore.adapters.other_offloading import check_not_offloaded
-from tierstore.adapters.owners import Owner, owner_of
+from tierstore.adapters.offloaded import OffloadedModel
+from tierstore.adapters.owners import forget, offloading_of
+from tierstore.adapters.settings import (
+    ANYWHERE,
+    IN_RAM,
+    ON_DEVICE,
+    OffloadSettings,
+    check_arguments,
+    place_of,
+)
 from tierstore.engine.settings import resolve_device
-from tierstore.model.errors import DeviceError
+from tierstore.errors import DeviceError
 from tierstore.store import TierStore, check_store
-
-logger = logging.getLogger("tierstore.adapters")
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
 DeviceMap = str | Mapping[str, Any] | None
@@ -65,15 +64,6 @@ _HARMLESS = (
     "non_blocking",
 )
 _numbers = itertools.count()
-
-
-@dataclass(frozen=True)
-class DispatchSettings:
-    """What a model was dispatched with."""
-
-    places: tuple[tuple[str, str], ...]
-    skip: frozenset[str]
-    whole: frozenset[str]
 
 
 def dispatch_model(
@@ -124,65 +114,34 @@ def dispatch_model(
         TransferError: weights have to be written, and cannot be (DiskFullError: the disk is full).
             Whatever is raised, the model is as it was.
     """
-    _refuse_replaced("dispatch_model", replaced)
+    check_arguments("dispatch_model", replaced, _REPLACED, _HARMLESS)
     _check(model, store, main_device)
-    _refuse_meta(model)
-    settings = DispatchSettings(
-        tuple(resolve_device_map(model, store, device_map).items()),
-        frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ()),
-        frozenset(preload_module_classes or ()),
+    _check_no_meta(model)
+    settings = OffloadSettings(
+        dispatched=True,
+        places=tuple(resolve_device_map(model, store, device_map).items()),
+        exclude_kwargs=frozenset([skip_keys] if isinstance(skip_keys, str) else skip_keys or ()),
+        whole=frozenset(preload_module_classes or ()),
     )
-    before = store.stats().bytes_written
-    owner = _dispatched_before(model)
-    if owner is not None:
-        if owner.store is store and owner.settings == settings:
-            return model
-        dispatched = _dispatched_anew(owner, store, settings)
-    else:
+    before = offloading_of(model)
+    if before is None or not before.settings.dispatched:
         warn_of_little_memory([model])
-        dispatched = _dispatched(model, store, settings)
-    logger.info(
-        "%s: %d groups, %d bytes of weights; %d bytes written",
-        type(model).__name__,
-        len(dispatched.groups),
-        weight_bytes(parameters_of(model)),
-        store.stats().bytes_written - before,
-    )
+        _dispatch(model, store, settings)
+    elif not (before.enabled and before.store is store and before.settings == settings):
+        before.disable()
+        try:
+            _dispatch(model, store, settings)
+        except BaseException:
+            if before.enabled and not before.store.closed:
+                before.enable()
+            raise
+        forget(before)
     return model
 
 
-def _dispatched(model: nn.Module, store: TierStore, settings: DispatchSettings) -> Owner:
-    check_not_offloaded(type(model).__name__, model)
-    return OffloadedModule(
-        model,
-        store,
-        f"{type(model).__name__}-dispatched-{next(_numbers)}",
-        cutting_for(model, store, whole=settings.whole),
-        skip=settings.skip,
-        places=functools.partial(place_of, dict(settings.places)),
-        aligned=True,
-        settings=settings,
-    )
-
-
-def _dispatched_before(model: nn.Module) -> Owner | None:
-    """What has dispatched a model; None if nothing has."""
-    owner = owner_of(model)
-    dispatched = (
-        owner is not None and owner.root is model and isinstance(owner.settings, DispatchSettings)
-    )
-    return owner if dispatched else None
-
-
-def _dispatched_anew(owner: Owner, store: TierStore, settings: DispatchSettings) -> Owner:
-    """Its model with other settings, or on another store. If that fails, as before."""
-    owner.disable()
-    try:
-        return _dispatched(owner.root, store, settings)
-    except BaseException:
-        if not owner.store.closed:
-            owner.enable()
-        raise
+def _dispatch(model: nn.Module, store: TierStore, settings: OffloadSettings) -> None:
+    prefix = f"{type(model).__name__}-dispatched-{next(_numbers)}"
+    OffloadedModel(model, store, prefix, settings)  # which the model keeps
 
 
 def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of accelerate
@@ -229,10 +188,10 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
         BudgetError: a weight is larger than a budget. Whatever is raised, what was on the meta
             device is there again; other weights may have the checkpoint's values.
     """
-    _refuse_replaced("load_checkpoint_and_dispatch", replaced)
+    check_arguments("load_checkpoint_and_dispatch", replaced, _REPLACED, _HARMLESS)
     _check(model, store, main_device)
     resolve_device_map(model, store, device_map)
-    if (owner := owner_of(model)) is not None and owner.root is model:
+    if offloading_of(model) is not None:
         raise ValueError(
             f"{type(model).__name__} is offloaded already: call disable_offload of it first, "
             "or load other weights into it with load_state_dict()"
@@ -255,8 +214,8 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
         )
         cast_weights(model, casts)
     except BaseException:
-        if (owner := owner_of(model)) is not None and owner.root is model:
-            owner.disable()
+        if (dispatched := offloading_of(model)) is not None:
+            dispatched.end()
         cast_weights(model, real_casts)
         for tensor, before in meta:
             assign(tensor, before)
@@ -281,9 +240,7 @@ def cpu_offload(
         preload_module_classes: as for `dispatch_model`.
         **replaced: accelerate's other arguments, which have no effect or are refused.
     """
-    _refuse_replaced("cpu_offload", replaced)
-    _check(model, store, execution_device, "execution_device")
-    return dispatch_model(model, store, {"": "cpu"}, preload_module_classes=preload_module_classes)
+    return _dispatch_to("cpu", model, store, execution_device, preload_module_classes, replaced)
 
 
 def disk_offload(
@@ -303,9 +260,20 @@ def disk_offload(
         preload_module_classes: as for `dispatch_model`.
         **replaced: accelerate's other arguments, which have no effect or are refused.
     """
-    _refuse_replaced("disk_offload", replaced)
-    _check(model, store, execution_device, "execution_device")
-    return dispatch_model(model, store, {"": "disk"}, preload_module_classes=preload_module_classes)
+    return _dispatch_to("disk", model, store, execution_device, preload_module_classes, replaced)
+
+
+def _dispatch_to(
+    place: str,
+    model: ModuleType,
+    store: TierStore,
+    device: str | int | torch.device | None,
+    preload_module_classes: Collection[str] | None,
+    replaced: Mapping[str, Any],
+) -> ModuleType:
+    check_arguments(f"{place}_offload", replaced, _REPLACED, _HARMLESS)
+    _check(model, store, device, "execution_device")
+    return dispatch_model(model, store, {"": place}, preload_module_classes=preload_module_classes)
 
 
 # Where things go -------------------------------------------------------------------------------
@@ -336,15 +304,6 @@ def resolve_device_map(model: nn.Module, store: TierStore, device_map: DeviceMap
             "modules too, or '' for all the rest"
         )
     return places
-
-
-def place_of(places: Mapping[str, str], name: str) -> str | None:
-    """Where a tensor should be: what the longest of the names that lead to it says."""
-    while name not in places:
-        if not name:
-            return None
-        name = name.rpartition(".")[0]
-    return places[name]
 
 
 def _place(place: Any, store: TierStore) -> str:
@@ -381,16 +340,7 @@ def _device(place: Any) -> torch.device:
     return resolve_device(place)
 
 
-# Refusals --------------------------------------------------------------------------------------
-
-
-def _refuse_replaced(function: str, arguments: Mapping[str, Any]) -> None:
-    for name, value in arguments.items():
-        if name in _REPLACED:
-            if value:
-                raise TypeError(f"{name} is replaced by {_REPLACED[name]}; leave it out")
-        elif name not in _HARMLESS:
-            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+# Checks --------------------------------------------------------------------------------------
 
 
 def _check(model: Any, store: Any, device: Any, name: str = "main_device") -> None:
@@ -407,7 +357,7 @@ def _check(model: Any, store: Any, device: Any, name: str = "main_device") -> No
         )
 
 
-def _refuse_meta(model: nn.Module) -> None:
+def _check_no_meta(model: nn.Module) -> None:
     named = [*named_parameters_of(model), *named_buffers_of(model)]
     empty = [name for name, tensor in named if tensor.device.type == "meta"]
     if empty:

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from tierstore.adapters.bindings import Binding, show_all
+from tierstore.adapters.binding import ParameterBinding, bind_all
 from tierstore.adapters.contents import modules_of
 from tierstore.adapters.owners import owner_of
 from tierstore.adapters.weight_groups import WeightGroups
-from tierstore.model.errors import LeaseError
+from tierstore.errors import LeaseError
 from tierstore.model.tiers import Access
 
 _numbers = itertools.count()
@@ -60,11 +60,11 @@ class _Edit:
 
 
 @contextmanager
-def _edited(groups: WeightGroups, bindings: list[Binding]) -> Iterator[None]:
+def _edited(groups: WeightGroups, bindings: list[ParameterBinding]) -> Iterator[None]:
     store, lock, use = groups.store, groups.lock, _Edit()
     key = f"{groups.prefix}/edited-{next(_numbers)}"
     with lock:
-        _refuse_if_busy(bindings)
+        _check_idle(bindings)
         values = {b.name: b.tensor.detach() for b in bindings}
         wrapped = [] if store.device.type == "cpu" else groups.wrapped_of(bindings)
     store.put(key, values, durable=False)
@@ -72,13 +72,13 @@ def _edited(groups: WeightGroups, bindings: list[Binding]) -> Iterator[None]:
         with store.acquire(key, Access.UPDATE) as lease:
             try:
                 with lock:
-                    _refuse_if_busy(bindings)
-                    show_all(bindings, use, lease.tensors)
+                    _check_idle(bindings)
+                    bind_all(bindings, use, lease.tensors)
                     for each in wrapped:
                         each.show(use)
                 yield
             finally:
-                changed = [b for b in bindings if b.user is use and not _as_at_home(b)]
+                changed = [b for b in bindings if b.user is use and not _is_unchanged(b)]
                 copies = [b.tensor.detach().to("cpu", copy=True) for b in changed]
                 with lock:
                     for each in wrapped:
@@ -93,7 +93,7 @@ def _edited(groups: WeightGroups, bindings: list[Binding]) -> Iterator[None]:
     groups.renew_edited({b.key for b in bindings})
 
 
-def _refuse_if_busy(bindings: list[Binding]) -> None:
+def _check_idle(bindings: list[ParameterBinding]) -> None:
     if any(binding.user is not None for binding in bindings):
         raise LeaseError(
             "these weights are in use: the module runs, or another thread edits them; edit "
@@ -101,18 +101,18 @@ def _refuse_if_busy(bindings: list[Binding]) -> None:
         )
 
 
-def _is_here(binding: Binding) -> bool:
+def _is_here(binding: ParameterBinding) -> bool:
     """Whether this thread edits a tensor already."""
     user = binding.user
     return isinstance(user, _Edit) and user.thread == threading.get_ident()
 
 
-def _as_at_home(binding: Binding) -> bool:
-    """Whether a tensor has its home's value, bit for bit."""
-    shown, home = binding.tensor.detach(), binding.home
-    if shown.dtype is not home.dtype or shown.shape != home.shape:
+def _is_unchanged(binding: ParameterBinding) -> bool:
+    """Whether a tensor has the value of its host view, bit for bit."""
+    shown, host_view = binding.tensor.detach(), binding.host_view
+    if shown.dtype is not host_view.dtype or shown.shape != host_view.shape:
         return False
-    return torch.equal(_bytes_of(shown.cpu()), _bytes_of(home))
+    return torch.equal(_bytes_of(shown.cpu()), _bytes_of(host_view))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

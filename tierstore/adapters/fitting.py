@@ -7,21 +7,25 @@ leased as operations are given them: see `tierstore.adapters.touched`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
 
+from tierstore.adapters.codecs import weight_bytes
 from tierstore.adapters.codecs.memory import unique_bytes
-from tierstore.adapters.contents import modules_of, named_children_of
+from tierstore.adapters.contents import modules_of, named_children_of, parameters_of
 from tierstore.adapters.device_resident import is_resident
 from tierstore.adapters.grouping import ATOMIC, Cutting, GroupPlan, Unit, is_compiled
 from tierstore.adapters.weight_groups import WeightGroups
-from tierstore.model.errors import BudgetError
+from tierstore.errors import BudgetError
+from tierstore.model.formatting import first_of
 from tierstore.model.tiers import Tier
-from tierstore.model.words import first_of
 from tierstore.store import TierStore, engine_of
+
+logger = logging.getLogger("tierstore.adapters")
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -146,3 +150,21 @@ def _error(
     if several and (cutting.block_limit is None or cutting.block_limit > budget):
         advice += ", or cut the model finer with offload_type='leaf_level'"
     return BudgetError(needed.key, tier.name, needed.nbytes, budget, advice)
+
+
+def warn_of_compiled_parts(root: nn.Module, units: Iterable[Unit]) -> None:
+    """Log which modules are compiled by themselves, and larger than what may come at once."""
+    whole = {unit.module for unit in units if unit.block}
+    whole = {part for module in whole for part in modules_of(module)}
+    cut = [module for module in modules_of(root) if module not in whole and is_compiled(module)]
+    if cut:
+        nbytes = max(weight_bytes(parameters_of(module)) for module in cut)
+        logger.warning(
+            "%s: a %s that is compiled takes %s bytes, more than half of the smallest budget. Its "
+            "parts come one by one, and break its graph (with fullgraph=True, torch raises); with "
+            "a budget of %s bytes they would not",
+            type(root).__name__,
+            type(cut[0]).__name__,
+            f"{nbytes:,}",
+            f"{nbytes * 5 // 2:,}",
+        )

@@ -17,21 +17,21 @@ import torch
 from torch import nn
 
 from tierstore.adapters.compat import hints_of
-from tierstore.adapters.components import (
-    Component,
-    OffloadSettings,
-    component_of,
-    components,
-    handles,
-    models_in,
-)
 from tierstore.adapters.memory_warning import warn_of_little_memory
-from tierstore.adapters.owners import owner_of
-from tierstore.adapters.pipelines import follow_methods
+from tierstore.adapters.offloaded import OffloadedModel
+from tierstore.adapters.owners import (
+    add_handle,
+    handle_of,
+    handles_with,
+    offloading_of,
+    remove_handle,
+)
+from tierstore.adapters.pipelines import follow_methods, models_in
+from tierstore.adapters.settings import OffloadSettings, check_arguments
 from tierstore.engine.settings import resolve_device
+from tierstore.model.formatting import count
 from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.sizes import parse_size
-from tierstore.model.words import count
 from tierstore.observe.report import Shown, shown_by
 from tierstore.observe.stats import Stats
 from tierstore.store import TierStore, check_store, engine_of
@@ -52,12 +52,12 @@ Target = TypeVar("Target")
 def _look(handle: OffloadHandle) -> Shown:
     if "_enabled" not in vars(handle):  # it may be asked for while a handle is made
         return Shown("OffloadHandle, not made yet")
-    target, parts = handle._target(), list(handle._parts.values())
-    groups = sum(len(part.groups) for part in parts)
+    target, parts = handle._target(), len(handle._parts)
+    groups = sum(len(model.groups) for model in handle._models())
     what = "what is gone" if target is None else type(target).__name__
     state = "enabled" if handle.enabled else "not enabled"
     if parts:
-        state += f", {count(len(parts), 'model')} in {count(groups, 'group')}"
+        state += f", {count(parts, 'model')} in {count(groups, 'group')}"
     store = engine_of(handle.store).reporting.look()
     return Shown(f"OffloadHandle of {what}, {state}; {store.title}", store.stats)
 
@@ -76,16 +76,17 @@ class OffloadHandle:
         self._target = weakref.ref(target)
         self._settings = settings
         self._suspensions = 0
-        self._parts: dict[str, Component] = {}
+        self._parts: list[weakref.ref[nn.Module]] = []
         self._enabled = False
         self._enable()
 
     @property
     def enabled(self) -> bool:
         """Whether weights are offloaded now."""
-        parts = list(self._parts.values())  # others may be adding some
-        suspended = self._suspensions > 0 or any(part.ordinary for part in parts)
-        return self._enabled and not suspended
+        if not self._enabled or self._suspensions:
+            return False
+        found = [offloading_of(module) for module in self._modules()]
+        return all(model is not None and model.enabled for model in found)
 
     @property
     def groups(self) -> dict[str, list[str]]:
@@ -93,8 +94,8 @@ class OffloadHandle:
 
         Those of a component that pipelines share are with the first of them.
         """
-        own = [part for part in self._parts.values() if part.first_user in (None, self._target())]
-        return {key: names for part in own for key, names in part.groups.items()}
+        own = [m for m in self._models() if next(iter(handles_with(m)), self) is self]
+        return {key: names for model in own for key, names in model.groups.items()}
 
     def stats(self) -> Stats:
         """The numbers of the store so far."""
@@ -114,8 +115,8 @@ class OffloadHandle:
             TierStoreError: at its end, what `enable_group_offload` raises.
         """
         with ExitStack() as stack:
-            for part in list(self._parts.values()):
-                stack.enter_context(part.suspended())
+            for model in self._models():
+                stack.enter_context(model.suspended())
             self._suspensions += 1
             stack.callback(self._end_suspension)  # first: what was replaced need not come back
             yield
@@ -128,18 +129,19 @@ class OffloadHandle:
 
     __repr__, __rich__, _repr_html_ = shown_by(_look)
 
+    def _modules(self) -> list[nn.Module]:
+        """Return the modules that it offloads, as far as they are not gone."""
+        return [module for part in list(self._parts) if (module := part()) is not None]
+
+    def _models(self) -> list[OffloadedModel]:
+        found = map(offloading_of, self._modules())
+        return [model for model in found if model is not None]
+
     def _disable(self) -> None:
         self._enabled = False
-        target = self._target()
-        if target is not None and handles.get(target) is self:
-            del handles[target]
-        self._leave(self._parts, {})
-        self._parts.clear()
-
-    def _again(self) -> None:
-        """Offload what was offloaded until `_disable`, as it was."""
-        self._enabled = True
-        self._resume()
+        remove_handle(self._target(), self)
+        models, self._parts = self._models(), []
+        _end_unused(models)
 
     def _end_suspension(self) -> None:
         self._suspensions -= 1
@@ -154,35 +156,52 @@ class OffloadHandle:
         target = self._target()
         if target is None:
             return  # what is left of its components see to themselves
-        chosen, staying = _models(target, self._settings)
-        before, self._parts = self._parts, {}
+        chosen, staying = _chosen(target, self._settings)
+        before, models = self._models(), []
         # Another each time: a component of that name may be there still, for other pipelines.
         prefix = f"{type(target).__name__}-{next(_numbers)}"
         try:
             for name, module in chosen.items():
-                part = component_of(module, self.store) or Component(
+                model = _shared(module, self.store) or OffloadedModel(
                     module, self.store, f"{prefix}/{name}" if name else prefix, self._settings
                 )
-                part.join(target)
-                self._parts[name] = part
+                models.append(model)
+                model.resume()
             for name, module in staying.items():
                 if name not in self._settings.exclude_modules:
                     logger.warning("%s cannot be offloaded in groups: it stays on the device", name)
                 module.to(self.store.device)
         except BaseException:
-            self._leave(self._parts, before)
-            self._parts = before
+            _end_unused(models)
             raise
-        self._leave(before, self._parts)
+        self._parts = [weakref.ref(module) for module in chosen.values()]
         self._enabled = True
-        handles[target] = self
+        add_handle(target, self, self._parts)
+        _end_unused(before)
         if not isinstance(target, nn.Module):
             follow_methods(type(target))
 
-    def _leave(self, parts: dict[str, Component], but: dict[str, Component]) -> None:
-        for part in parts.values():
-            if part not in but.values():
-                part.leave(self._target())
+
+def _shared(module: nn.Module, store: TierStore) -> OffloadedModel | None:
+    """Return what offloads a model to a store for other pipelines, or for an earlier call.
+
+    What did so for pipelines that are gone ends, and what is suspended on another store, too.
+    """
+    model = offloading_of(module)
+    if model is None or model.settings.dispatched:
+        return None
+    elsewhere = model.store is not store
+    if not handles_with(model) or (elsewhere and not model.enabled):
+        model.end()
+        return None
+    return None if elsewhere else model
+
+
+def _end_unused(models: Iterable[OffloadedModel]) -> None:
+    """Make models ordinary that no handle offloads."""
+    for model in models:
+        if not handles_with(model):
+            model.end()
 
 
 def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffusers
@@ -235,7 +254,9 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
         DiskFullError: weights have to be written, and the disk is full.
         TransferError: a file cannot be read or written. Whatever is raised, the model is as it was.
     """
-    _refuse_replaced(replaced)
+    if str(replaced.get("offload_device")) == "cpu":  # diffusers' default
+        del replaced["offload_device"]
+    check_arguments("enable_group_offload", replaced, _REPLACED, _HARMLESS)
     settings = OffloadSettings(
         offload_type=offload_type,
         num_blocks_per_group=num_blocks_per_group,
@@ -249,8 +270,8 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
         raise TypeError(
             f"a {type(target).__name__} cannot be offloaded: pass a diffusers pipeline or a module"
         )
-    chosen, _ = _models(target, settings)  # errors are found before anything is undone
-    before: OffloadHandle | None = handles.get(target)
+    chosen, _ = _chosen(target, settings)  # errors are found before anything is undone
+    before: OffloadHandle | None = handle_of(target)
     if before is None:
         warn_of_little_memory(chosen.values())
         return OffloadHandle(target, store, settings)
@@ -261,7 +282,8 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
     try:
         return OffloadHandle(target, store, settings)
     except BaseException:
-        before._again()
+        before._enabled = True
+        before._resume()
         raise
 
 
@@ -283,38 +305,22 @@ def disable_offload(target: Target) -> Target:
     Raises:
         ValueError: it is not offloaded, or only as a part of something else.
     """
-    handle = target if isinstance(target, OffloadHandle) else handles.get(target)
+    handle = target if isinstance(target, OffloadHandle) else handle_of(target)
     if handle is not None:
         handle._disable()
         return target
-    owner = owner_of(target) if isinstance(target, nn.Module) else None
-    component = None if owner is None else components.get(owner.root)
-    used = component is not None and component.first_user is not None
-    if owner is None or owner.root is not target or used:
+    model = offloading_of(target) if isinstance(target, nn.Module) else None
+    if model is None or handles_with(model):
         raise ValueError(
             f"{type(target).__name__} is not offloaded by itself: pass the pipeline or the module "
             "that was given to enable_group_offload or dispatch_model"
         )
-    if component is not None:
-        component.end()
-    else:
-        owner.disable()
-        engine_of(owner.store).groups.discard_soon(())
+    model.end()
     return target
 
 
 def _names(given: str | Iterable[str] | None) -> tuple[str, ...] | None:
     return (given,) if isinstance(given, str) else None if given is None else tuple(given)
-
-
-def _refuse_replaced(arguments: dict[str, Any]) -> None:
-    for name, value in arguments.items():
-        if name in _REPLACED:
-            if value is None or (name == "offload_device" and str(value) == "cpu"):
-                continue
-            raise TypeError(f"{name} is replaced by {_REPLACED[name]}; leave it out")
-        if name not in _HARMLESS:
-            raise TypeError(f"enable_group_offload() got an unexpected keyword argument {name!r}")
 
 
 def _check_settings(
@@ -337,7 +343,7 @@ def _check_settings(
         )
 
 
-def _models(
+def _chosen(
     target: Any, settings: OffloadSettings
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
     """The models in a target that are to be offloaded, and those that stay on the device."""

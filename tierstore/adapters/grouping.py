@@ -14,7 +14,7 @@ from torch import nn
 
 from tierstore.adapters.codecs import leaves_of, movable_leaves, weight_bytes, with_names
 from tierstore.adapters.codecs.memory import address_of, span, tensor_bytes, unique_bytes
-from tierstore.adapters.compat import any_answer, first_answer, hints_of, joined_answers
+from tierstore.adapters.compat import Library, any_answer, first_answer, joined_answers
 from tierstore.adapters.contents import (
     modules_of,
     named_buffers_of,
@@ -92,30 +92,6 @@ class Cutting:
             members = [m for piece in portion.memory for m in shown.members[piece].items()]
             groups.append(GroupPlan(portion.name, _without_repeats(members), portion.routed))
         return groups
-
-
-def cutting_for(  # noqa: PLR0913 - most are optional, and all by name
-    module: nn.Module,
-    store: TierStore,
-    *,
-    offload_type: str = "block_level",
-    group_size: int | None = None,
-    blocks_per_group: int | None = None,
-    blocks: tuple[str, ...] | None = None,
-    whole: frozenset[str] = frozenset(),
-) -> Cutting:
-    """How a model is cut for a store. What is None follows from the budgets, or from what the
-    model's class says."""
-    sizes = sizes_for(offload_type, store, module)
-    return Cutting(
-        offload_type,
-        group_size or sizes.group,
-        hints_of(module).blocks if blocks is None else blocks,
-        blocks_per_group,
-        whole,
-        largest_block=0 if group_size else sizes.block,
-        largest_compiled=sizes.compiled,
-    )
 
 
 @dataclass(eq=False)
@@ -200,7 +176,7 @@ class ModuleBranch:
             isinstance(module, ATOMIC)
             or type(module).__name__ in self._cutting.whole
             or hasattr(module, "parametrizations")
-            or any_answer("uses_weights_of_parts", module)
+            or any_answer(Library.uses_weights_of_parts, module)
         )
 
     @property
@@ -216,7 +192,7 @@ class ModuleBranch:
     @property
     def stacks(self) -> dict[str, nn.Parameter]:
         """Its stacks of weights of experts, by attribute; none if it has no such."""
-        return first_answer("expert_stacks", self.module) or {}
+        return first_answer(Library.expert_stacks, self.module) or {}
 
     @property
     def recomputed_in_parts(self) -> bool:
@@ -267,7 +243,7 @@ class ModuleBranch:
             if large and not self._is_scripted(key):
                 found |= with_names(prefix + key, movable_leaves(buffer))
         for name, part in named_modules_of(module) if whole else [("", module)]:
-            for attribute, tensor in joined_answers("hidden_tensors", part).items():
+            for attribute, tensor in joined_answers(Library.hidden_tensors, part).items():
                 full_name = prefix + f"{name}.{attribute}".lstrip(".")
                 found |= with_names(full_name, movable_leaves(tensor))
         return found
@@ -290,7 +266,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 def recomputes(module: nn.Module) -> bool:
     """Whether a backward pass runs modules of this one again without calling it."""
-    return any_answer("recomputes_parts", module)
+    return any_answer(Library.recomputes_parts, module)
 
 
 def _without_repeats(members: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 
 from tierstore.adapters.codecs.memory import address_of, storage_reference, tensor_bytes
-from tierstore.model.words import count, size
+from tierstore.model.formatting import count, size
 from tierstore.system.maps import AddressSpace
 
 logger = logging.getLogger("tierstore.adapters")

@@ -19,11 +19,11 @@ from torch import nn
 from tierstore.adapters.codecs.memory import has_address
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.codecs.wrapper import is_wrapper
-from tierstore.adapters.compat import first_answer, joined_answers
+from tierstore.adapters.compat import Library, first_answer, joined_answers
 from tierstore.adapters.contents import named_modules_of, named_weights_of
 from tierstore.adapters.recomputing import Value, recomputed, some
 from tierstore.engine.checkpoints import CheckpointFile, read_checkpoint
-from tierstore.model.errors import StaleCheckpointError, TransferError, TruncatedFileError
+from tierstore.errors import StaleCheckpointError, TransferError, TruncatedFileError
 from tierstore.model.groups import FileTensor
 from tierstore.model.weight_files import is_pickle
 from tierstore.progress import bar
@@ -83,7 +83,7 @@ def load_weights(
     Raises ValueError if the checkpoint does not fit the model (with `strict`, also if it holds
     more), TransferError or InvalidHeaderError if it cannot be read. Then the model is as it was.
     """
-    _refuse_pickle(checkpoint)
+    _check_no_pickle(checkpoint)
     files = read_checkpoint(checkpoint)
     wanted = _wanted(model)
     match = _best_match(model, wanted, files)
@@ -102,7 +102,7 @@ def load_weights(
     return before
 
 
-def _refuse_pickle(checkpoint: str | os.PathLike[str]) -> None:
+def _check_no_pickle(checkpoint: str | os.PathLike[str]) -> None:
     path = Path(checkpoint)
     if is_pickle(path.name) and path.is_file():
         raise TransferError(
@@ -143,7 +143,7 @@ def _best_match(model: nn.Module, wanted: list[_Wanted], files: list[CheckpointF
 def _namings(model: nn.Module) -> list[Callable[[str], str]]:
     """How names in the checkpoint may turn into names of the model, the likeliest first."""
     namings: list[Callable[[str], str]] = [lambda name: name]
-    base = first_answer("base_prefix", model)
+    base = first_answer(Library.base_prefix, model)
     if base:
         prefix = f"{base}."
         if isinstance(getattr(model, base, None), nn.Module):
@@ -172,7 +172,7 @@ def _ties_of(model: nn.Module) -> dict[str, str]:
     ties = {}
     for prefix, module in named_modules_of(model):
         lead = f"{prefix}." if prefix else ""
-        known = joined_answers("tied_names", module)
+        known = joined_answers(Library.tied_names, module)
         ties.update({lead + name: lead + other for name, other in known.items()})
     return ties
 

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from tierstore.adapters.contents import modules_of, tensors_of
-from tierstore.adapters.unit_use import StandIn
+from tierstore.adapters.forward import MethodPatch
+from tierstore.model.formatting import size
 from tierstore.model.tiers import Tier
-from tierstore.model.words import size
 from tierstore.store import TierStore, engine_of
 from tierstore.torch_private import has_forward_hooks, versions_of
 
@@ -31,7 +31,7 @@ _NOTE = "tierstore: "
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
-class OnceMore:
+class OomRetry:
     """Calls methods of a module whose weights are on a store with an accelerator."""
 
     def __init__(self, module: nn.Module, store: TierStore) -> None:
@@ -146,5 +146,5 @@ def _tensors_among(values: Any) -> Iterator[torch.Tensor]:
 def _has_hooks(module: nn.Module) -> bool:
     """Whether others do something of their own around its forward."""
     forward = module.__dict__.get("forward")
-    foreign = forward is not None and not isinstance(forward, StandIn)
+    foreign = forward is not None and not isinstance(forward, MethodPatch)
     return foreign or has_forward_hooks(module)

@@ -1,136 +1,163 @@
-"""Which modules are offloaded by whom, and noticing that a model is built differently from before.
+"""The registry of offloaded models, and noticing that a model is built differently from before.
 
 A weight belongs to one offloading, the innermost that has it. When somebody gives an offloaded
-model another parameter, buffer or submodule, torch tells (by its hooks on registration), and the
-model is cut into groups anew before it runs next.
+model another parameter, buffer or submodule, torch calls hooks on its registration, and the model
+is cut into groups again before it runs next.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from tierstore.adapters.contents import modules_of
-from tierstore.adapters.weight_groups import WeightGroups
-from tierstore.store import TierStore
+
+if TYPE_CHECKING:
+    from tierstore.adapters.offloaded import OffloadedModel
 
 
-class Owner(Protocol):
-    """One who offloads a model. See `tierstore.adapters.modules`, where it is done.
+@dataclass(frozen=True)
+class _Whole:
+    """A pipeline or model that is offloaded as a whole: its handle, and the models in it."""
 
-    `changed` says that the model is built differently from what it was when it was cut; `has_run`,
-    that it has run as a whole; `settings` is what its maker has said of it.
-    """
-
-    root: nn.Module
-    groups: dict[str, list[str]]
-    store: TierStore
-    settings: object
-    weights: WeightGroups
-    changed: bool
-    has_run: bool
-
-    @property
-    def residents(self) -> list[torch.Tensor]:
-        """Its tensors that stay on the device."""
-
-    def tell_resident(self, tensor: torch.Tensor) -> torch.Tensor:
-        """One of these, for a state dict."""
-
-    def look(self) -> None:
-        """Before any part of the model runs: use it as it is now."""
-
-    def enable(self) -> None:
-        """Offload the model as it is now."""
-
-    def disable(self) -> None:
-        """Make it an ordinary module again."""
+    handle: Any
+    parts: Sequence[weakref.ref[nn.Module]]
 
 
-_owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Owner]] = weakref.WeakKeyDictionary()
-_active: weakref.WeakSet[Owner] = weakref.WeakSet()
-_claimed: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = weakref.WeakKeyDictionary()
+@dataclass(frozen=True)
+class _Registry:
+    """Who offloads what. Entries go with their modules, models and pipelines."""
+
+    owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadedModel]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    trainers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[object]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    models: weakref.WeakSet[OffloadedModel] = field(default_factory=weakref.WeakSet)
+    wholes: weakref.WeakKeyDictionary[Any, _Whole] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
 
-def own(offloaded: Owner) -> None:
-    """The modules of its model are offloaded by `offloaded`, but for those that have an owner."""
+_registry = _Registry()
+
+
+# Models -----------------------------------------------------------------------------------------
+
+
+def own(model: OffloadedModel) -> None:
+    """Have `model` own its modules, but for those that have an owner."""
     _listen()
-    _active.add(offloaded)
-    reference = weakref.ref(offloaded)
-    for module in modules_in(offloaded.root):
+    _registry.models.add(model)
+    reference = weakref.ref(model)
+    for module in modules_of(model.root):
         if owner_of(module) is None:
-            _owners[module] = reference
+            _registry.owners[module] = reference
 
 
-def disown(offloaded: Owner) -> None:
-    """Its modules are ordinary ones, until others who offload a model that has them take them."""
-    _active.discard(offloaded)
-    given_up = {module for module in modules_in(offloaded.root) if owner_of(module) is offloaded}
+def disown(model: OffloadedModel) -> None:
+    """Have it own none, until others who offload a model that has these modules take them."""
+    given_up = {module for module in modules_of(model.root) if owner_of(module) is model}
     for module in given_up:
-        del _owners[module]
-    ours = offloaded.weights.tensor_ids()
-    for other in everyone():
-        modules = modules_in(other.root)
+        del _registry.owners[module]
+    ours = model.weights.tensor_ids()
+    for other in enabled_models():
+        modules = modules_of(other.root)
         tensors = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
         alone = all(id(t) not in ours for t in tensors)  # no weight of it is tied to one of ours
         if not (alone and given_up.isdisjoint(modules)):
             other.changed = True
 
 
-def modules_in(root: nn.Module) -> list[nn.Module]:
-    """Its modules. Not by its own `modules()`, through which users change it as they go: each
-    weight would be looked at for edits."""
-    return modules_of(root)
+def forget(model: OffloadedModel) -> None:
+    """Its offloading is over for good."""
+    _registry.models.discard(model)
 
 
-def owner_of(module: nn.Module) -> Owner | None:
-    """Who offloads a module."""
-    reference = _owners.get(module)
+def owner_of(module: nn.Module) -> OffloadedModel | None:
+    """Return who moves the weights of a module now."""
+    reference = _registry.owners.get(module)
     return None if reference is None else reference()
 
 
-def around(module: nn.Module) -> list[Owner]:
-    """Those who offload a model that has `module` as a part of it."""
-    return [o for o in everyone() if o.root is not module and module in modules_in(o.root)]
+def offloading_of(root: nn.Module) -> OffloadedModel | None:
+    """Return the offloading of this very model, also while it is suspended."""
+    return next((model for model in list(_registry.models) if model.root is root), None)
 
 
-def others_tensors(offloaded: Owner) -> set[int]:
-    """The ids of the tensors that others offload."""
-    return {
-        number
-        for other in everyone()
-        if other is not offloaded
-        for number in other.weights.tensor_ids()
-    }
+def enabled_models() -> list[OffloadedModel]:
+    """Return all that own modules now."""
+    return [model for model in list(_registry.models) if owner_of(model.root) is model]
 
 
-def claim(modules: Iterable[nn.Module], owner: object) -> None:
-    """Somebody else sees to the weights of these modules, as long as there is an `owner`."""
-    reference = weakref.ref(owner)
-    for module in modules:
-        _claimed[module] = reference
+def around(module: nn.Module) -> list[OffloadedModel]:
+    """Return those that have `module` as a part."""
+    found = [model for model in enabled_models() if model.root is not module]
+    return [model for model in found if module in modules_of(model.root)]
+
+
+def others(model: OffloadedModel) -> list[tuple[OffloadedModel, set[int]]]:
+    """Return the others that own modules now, each with the ids of the tensors that it offloads."""
+    found = [other for other in enabled_models() if other is not model]
+    return [(other, other.weights.tensor_ids()) for other in found]
+
+
+# Models in training -------------------------------------------------------------------------------
+
+
+def claim(modules: Iterable[nn.Module], trainer: object) -> None:
+    """Have a trainer see to the weights of these modules, as long as it exists."""
+    _registry.trainers.update(dict.fromkeys(modules, weakref.ref(trainer)))
 
 
 def is_claimed(module: nn.Module) -> bool:
-    """Whether somebody else sees to its weights."""
-    claimed = _claimed.get(module)
+    """Return whether a trainer sees to a module's weights."""
+    claimed = _registry.trainers.get(module)
     return claimed is not None and claimed() is not None
 
 
 def give_up(modules: Iterable[nn.Module]) -> None:
-    """They are ordinary modules again."""
+    """Have no trainer see to them."""
     for module in modules:
-        _claimed.pop(module, None)
+        _registry.trainers.pop(module, None)
 
 
-def everyone() -> list[Owner]:
-    """All who offload anything now."""
-    return list(_active)
+# Handles ------------------------------------------------------------------------------------------
+
+
+def add_handle(target: object, handle: object, parts: Sequence[weakref.ref[nn.Module]]) -> None:
+    """Have a handle offload these models for a pipeline or a model, as long as that exists."""
+    _registry.wholes[target] = _Whole(handle, parts)
+
+
+def remove_handle(target: object, handle: object) -> None:
+    """Have it offload them no more."""
+    if handle_of(target) is handle:
+        del _registry.wholes[target]
+
+
+def handle_of(target: object) -> Any:
+    """Return the handle of a pipeline or model; None if it was not offloaded as a whole."""
+    try:
+        return _registry.wholes[target].handle
+    except (KeyError, TypeError):  # or of a kind that no weak reference can be to
+        return None
+
+
+def handles_with(model: OffloadedModel) -> list[Any]:
+    """Return the handles that offload a model, the oldest first."""
+    wholes = list(_registry.wholes.values())
+    return [each.handle for each in wholes if any(p() is model.root for p in each.parts)]
+
+
+# Changes ------------------------------------------------------------------------------------------
 
 
 @functools.cache

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch import nn
 
 from tierstore.adapters.compat import methods_that_change_weights
-from tierstore.adapters.components import models_in, suspended_in
-from tierstore.adapters.owners import owner_of
+from tierstore.adapters.owners import handle_of, offloading_of, owner_of
 
-REPLACED_METHODS: weakref.WeakKeyDictionary[type[Any], set[str]] = weakref.WeakKeyDictionary()
-"""The methods of classes that are replaced."""
+
+def models_in(target: Any) -> dict[str, nn.Module]:
+    """Return the models of a pipeline by name; of a module, itself under the name ""."""
+    if isinstance(target, nn.Module):
+        return {"": target}
+    return {n: m for n, m in target.components.items() if isinstance(m, nn.Module)}
 
 
 def follow_class_tree(base: type[Any]) -> None:
@@ -28,11 +31,9 @@ def follow_class_tree(base: type[Any]) -> None:
     They are replaced on their classes: when a model is offloaded, nobody knows which pipelines have
     it, or will. For a pipeline with no offloaded model they do what they did.
     """
-    replaced = REPLACED_METHODS.setdefault(base, set())
-    if "__init_subclass__" in replaced:
-        return
-    replaced.add("__init_subclass__")
     own = vars(base).get("__init_subclass__")
+    if _is_ours(own):
+        return
 
     def followed(kind: type[Any], /, **kwargs: Any) -> None:
         if own is None:
@@ -41,7 +42,7 @@ def follow_class_tree(base: type[Any]) -> None:
             own.__func__(kind, **kwargs)
         follow_methods(kind)
 
-    base.__init_subclass__ = classmethod(followed)  # type: ignore[assignment]
+    base.__init_subclass__ = classmethod(_marked(followed))  # type: ignore[assignment]
     pending = [base]
     while pending:
         kind = pending.pop()
@@ -56,10 +57,18 @@ def follow_methods(kind: type[Any]) -> None:
         defining = next((each for each in kind.__mro__ if name in vars(each)), None)
         if defining is None or not inspect.isfunction(vars(defining)[name]):
             continue
-        replaced = REPLACED_METHODS.setdefault(defining, set())
-        if name not in replaced:
-            replaced.add(name)
-            setattr(defining, name, _around(vars(defining)[name], name))
+        if not _is_ours(original := vars(defining)[name]):
+            setattr(defining, name, _marked(_around(original, name)))
+
+
+def _marked(function: Any) -> Any:
+    function.of_tierstore = True
+    return function
+
+
+def _is_ours(method: Any) -> bool:
+    """Return whether a function, or what a class method calls, replaces another already."""
+    return hasattr(getattr(method, "__func__", method), "of_tierstore")
 
 
 def _around(original: Callable[..., Any], name: str) -> Callable[..., Any]:
@@ -75,9 +84,11 @@ def _around(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _suspended(method: Callable[..., Any], pipe: Any, *args: Any, **kwargs: Any) -> Any:
     """Call a method while all that is offloaded of a pipeline is suspended."""
+    handle, found = handle_of(pipe), map(offloading_of, models_in(pipe).values())
+    models = [model for model in found if model is not None and not model.settings.dispatched]
     with ExitStack() as stack:
-        for context in suspended_in(pipe):
-            stack.enter_context(context)
+        for each in (*([] if handle is None else [handle]), *models):
+            stack.enter_context(each.suspended())
         return method(*args, **kwargs)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierstore.adapters.compat import first_answer
+from tierstore.adapters.compat import Library, first_answer
 from tierstore.adapters.contents import named_children_of
 
 Initializer = Callable[[nn.Module], object]
@@ -66,7 +66,7 @@ def _with_initializers(
     module: nn.Module, prefix: str, init: Initializer | None
 ) -> Iterator[tuple[str, nn.Module, Initializer | None]]:
     """All modules by name, with the initializer of the innermost model that has one."""
-    init = first_answer("initializer", module) or init
+    init = first_answer(Library.initializer, module) or init
     yield prefix, module, init
     for name, child in named_children_of(module):
         yield from _with_initializers(child, f"{prefix}.{name}" if prefix else name, init)

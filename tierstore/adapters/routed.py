@@ -20,16 +20,15 @@ import torch
 from torch import nn
 
 from tierstore.adapters.activations import Unpack
-from tierstore.adapters.bindings import Binding
+from tierstore.adapters.binding import ParameterBinding
 from tierstore.adapters.codecs.memory import OF_THE_FORM
+from tierstore.adapters.forward import Arguments, refuse_to_go_back
 from tierstore.adapters.grouping import Unit
 from tierstore.adapters.nested import tensors_in
-from tierstore.adapters.saved_weights import WeightHooks
-from tierstore.adapters.unit_use import Arguments, refuse_to_go_back
+from tierstore.adapters.saved import LeasedMemory, WeightHooks, pack_view
 from tierstore.adapters.view_lifetime import ViewLease
 from tierstore.adapters.weight_groups import WeightGroups
-from tierstore.adapters.weight_use import LeasedMemory, pack_view
-from tierstore.model.errors import UnknownKeyError
+from tierstore.errors import UnknownKeyError
 from tierstore.store import engine_of
 from tierstore.torch_private import hooks_are_allowed
 
@@ -44,18 +43,20 @@ Before = Callable[[Any, Any], Arguments]
 class Experts:
     """The experts of one module: `stacks` has a binding for each attribute that is a stack."""
 
-    def __init__(self, module: nn.Module, groups: WeightGroups, stacks: Mapping[str, Binding]):
+    def __init__(
+        self, module: nn.Module, groups: WeightGroups, stacks: Mapping[str, ParameterBinding]
+    ):
         self.module = module
         self.groups = groups
         self.stacks = {name: ExpertStack(self, name, each) for name, each in stacks.items()}
-        self._users: set[ExpertsUse] = set()
+        self._users: set[ExpertsContext] = set()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def announce(self, args: Any, kwargs: Any) -> None:
         """Tell the store which experts come next, as the arguments of the forward say."""
         given = [each for each in [*args, *kwargs.values()] if isinstance(each, torch.Tensor)]
         index = next((t for t in given if not (t.is_floating_point() or t.is_complex())), None)
-        if index is not None and index.numel() and not self.groups.over:
+        if index is not None and index.numel() and not self.groups.invalidated:
             chosen = index.unique().tolist()  # sorted, as they are used
             stacks = [stack.keys() for stack in self.stacks.values()]
             known = [i for i in chosen if 0 <= i < len(stacks[0])]
@@ -73,17 +74,17 @@ class Experts:
 
         return before
 
-    def show(self, use: ExpertsUse) -> bool:
+    def show(self, use: ExpertsContext) -> bool:
         """Have the attributes be stacks while `use` lasts. False if the groups are over."""
         with self.groups.lock:
-            begun = not self.groups.over
+            begun = not self.groups.invalidated
             if begun:
                 self.groups.running.add(use)
                 self._users.add(use)
                 self.module.__dict__.update(self.stacks)
         return begun
 
-    def hide(self, use: ExpertsUse) -> None:
+    def hide(self, use: ExpertsContext) -> None:
         """Have them be parameters, when nobody uses the stacks any more. May be repeated."""
         with self.groups.lock:
             self.groups.running.discard(use)
@@ -101,15 +102,15 @@ def experts_of(unit: Unit, groups: WeightGroups) -> Experts | None:
     return Experts(unit.module, groups, {name: found[0] for name, found in stacks.items()})
 
 
-class ExpertsUse:
-    """One run of a module of experts. See `tierstore.adapters.unit_use.UnitUse`."""
+class ExpertsContext:
+    """One run of a module of experts. See `tierstore.adapters.forward.ForwardContext`."""
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
         self._leases: dict[str, tuple[str, ViewLease]] = {}
-        self._lent: dict[str, LeasedMemory] = {}  # by the same names: what the leases show
+        self._memory: dict[str, LeasedMemory] = {}  # by the same names: what is leased
         self._hooks: Any = None
-        self._outer: list[tuple[ExpertStack, ExpertsUse | None]] = []
+        self._outer: list[tuple[ExpertStack, ExpertsContext | None]] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self) -> bool:
@@ -139,7 +140,7 @@ class ExpertsUse:
         groups = self._experts.groups
         if tensor.device != groups.store.device:
             return None
-        return pack_view(groups, self._lent.values(), tensor)
+        return pack_view(groups, self._memory.values(), tensor)
 
     def slice_of(self, stack: ExpertStack, expert: int) -> torch.Tensor:
         """One expert's weight, on the device. Its memory is kept as long as somebody looks at it,
@@ -160,14 +161,14 @@ class ExpertsUse:
                 self._leases[stack.name] = held = key, lease
                 ((name, tensor),) = lease.tensors.items()
                 if tensor.numel():
-                    self._lent[stack.name] = LeasedMemory.of(tensor, stack.binding, key, name)
+                    self._memory[stack.name] = LeasedMemory.of(tensor, stack.binding, key, name)
             return next(iter(held[1].tensors.values()))
 
     def _let_go_of(self, name: str) -> None:
-        self._lent.pop(name, None)
+        self._memory.pop(name, None)
         held = self._leases.pop(name, None)
         if held is not None:
-            held[1].end()
+            held[1].release()
 
     def finish(self, result: Any, given: Arguments) -> Any:
         """After the forward. What it returns was computed, and is as it was."""
@@ -194,7 +195,7 @@ class ExpertsUse:
 
 
 class _Current(threading.local):
-    use: ExpertsUse | None = None
+    use: ExpertsContext | None = None
 
 
 class ExpertStack:
@@ -205,7 +206,7 @@ class ExpertStack:
     """
 
     def __init__(
-        self, experts: Experts, name: str, binding: Binding, *, transposed: bool = False
+        self, experts: Experts, name: str, binding: ParameterBinding, *, transposed: bool = False
     ) -> None:
         self.name = name
         self.binding = binding
@@ -214,12 +215,12 @@ class ExpertStack:
         self._current = _Current()
 
     @property
-    def use(self) -> ExpertsUse | None:
+    def use(self) -> ExpertsContext | None:
         """The run of the module on this thread."""
         return self._current.use
 
     @use.setter
-    def use(self, use: ExpertsUse | None) -> None:
+    def use(self, use: ExpertsContext | None) -> None:
         self._current.use = use
 
     def keys(self) -> list[str]:

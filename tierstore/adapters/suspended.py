@@ -16,9 +16,9 @@ from tierstore.adapters.codecs import is_movable
 from tierstore.adapters.codecs.memory import address_of, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.contents import modules_of, tensors_of
+from tierstore.adapters.forward import MethodPatch
 from tierstore.adapters.grouping import ShownMemory, Unit
 from tierstore.adapters.owners import owner_of
-from tierstore.adapters.unit_use import StandIn
 from tierstore.store import TierStore, engine_of
 from tierstore.system.allocator import FreedMemory
 from tierstore.system.maps import AddressSpace
@@ -41,18 +41,18 @@ class SuspendedModel:
         self._space = AddressSpace()
         self._freed = FreedMemory()
         walking = Walking(_tensors, self._add)
-        self._stand_ins = [StandIn(root, name, walking) for name in ("named_modules", "apply")]
-        self._stand_ins += [StandIn(each, "named_children", walking) for each in modules_of(root)]
+        self._patches = [MethodPatch(root, name, walking) for name in ("named_modules", "apply")]
+        self._patches += [MethodPatch(each, "named_children", walking) for each in modules_of(root)]
 
     def begin(self) -> None:
         """Notice from now on who walks through the model, and through each part of it."""
-        for stand_in in self._stand_ins:
-            stand_in.put()
+        for patch in self._patches:
+            patch.install()
 
     def end(self) -> None:
         """The model is an ordinary one, in all that is left of it."""
-        for stand_in in reversed(self._stand_ins):
-            stand_in.remove()
+        for patch in reversed(self._patches):
+            patch.remove()
         self._freed.give_back()
 
     def _add(self, tensors: set[torch.Tensor]) -> None:
@@ -69,7 +69,7 @@ class SuspendedModel:
     @torch.no_grad()
     def _put(self) -> None:
         """Put what is pending, and what shares memory with it, as it goes on sharing it."""
-        modules = self._stand_ins[0].original()  # which nobody notices
+        modules = self._patches[0].original()  # which nobody notices
         tensors = set().union(*(_tensors(module) for _, module in modules))
         unit = Unit("", self._root, {str(number): each for number, each in enumerate(tensors)})
         changed: dict[str, torch.Tensor] = {}

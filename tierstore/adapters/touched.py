@@ -20,28 +20,30 @@ import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from tierstore.adapters.bindings import Binding
+from tierstore.adapters.binding import ParameterBinding
 from tierstore.adapters.codecs.memory import OF_THE_FORM
 from tierstore.adapters.contents import modules_of
-from tierstore.adapters.grouping import is_compiled
-from tierstore.adapters.operations import OperationMode, not_looked_at
-from tierstore.adapters.owners import Owner
-from tierstore.adapters.unit_use import (
+from tierstore.adapters.forward import (
     Arguments,
-    StandIn,
-    UnitForward,
+    ForwardRunner,
+    MethodPatch,
     calls_of,
     run_within,
 )
-from tierstore.adapters.weight_use import ModelRun, UnitWeights, WeightUse
-from tierstore.model.errors import BudgetError
-from tierstore.model.words import first_of
+from tierstore.adapters.grouping import is_compiled
+from tierstore.adapters.operations import OperationMode, not_looked_at
+from tierstore.adapters.unit_context import PassContext, UnitContext, UnitWeights
+from tierstore.errors import BudgetError
+from tierstore.model.formatting import first_of
 from tierstore.torch_private import COMPILED_CALL
+
+if TYPE_CHECKING:
+    from tierstore.adapters.offloaded import OffloadedModel
 
 _ENTRY = re.compile(r"(encode|decode)(_\w+)?|get_\w+_features")
 
@@ -96,12 +98,12 @@ class ModelEntry:
     change of its methods it is known that nothing else does; -1 as long as it is not.
     """
 
-    owner: Owner
+    owner: OffloadedModel
     always: bool
     settled: int = -1
     _units: dict[tuple[int, ...], UnitWeights] = field(default_factory=dict)
 
-    def prepare(self, run: ModelRun, patched: int) -> None:
+    def prepare(self, run: PassContext, patched: int) -> None:
         """Have a call of it look at operations, if that is needed."""
         touching = None
         if self.always or self.settled != patched:
@@ -151,12 +153,12 @@ class Touching(OperationMode):
     `met` tells whether there were any.
     """
 
-    def __init__(self, owner: Owner, units: dict[tuple[int, ...], UnitWeights]) -> None:
+    def __init__(self, owner: OffloadedModel, units: dict[tuple[int, ...], UnitWeights]) -> None:
         super().__init__()
         self.met = False
         self._owner = owner
         self._units = units
-        self._unseen: list[StandIn] = []
+        self._unseen: list[MethodPatch] = []
 
     def begin(self) -> None:
         """Lease from now on."""
@@ -164,9 +166,9 @@ class Touching(OperationMode):
             if isinstance(module, _FUSING) or is_compiled(module):
                 compiled = getattr(module, COMPILED_CALL, None) is not None
                 name = COMPILED_CALL if compiled else calls_of(module)[0]
-                stand_in = StandIn(module, name, UnitForward(_Unseen))
-                self._unseen.append(stand_in)
-                stand_in.put()
+                patch = MethodPatch(module, name, ForwardRunner(_Unseen))
+                self._unseen.append(patch)
+                patch.install()
         super().begin()
 
     def end(self) -> None:
@@ -199,7 +201,7 @@ class Touching(OperationMode):
             return func(*args, **kwargs)
         self.met = True
         try:
-            begun, result = run_within(WeightUse(self._unit(bindings)), func, args, kwargs)
+            begun, result = run_within(UnitContext(self._unit(bindings)), func, args, kwargs)
         except BudgetError as error:
             name = getattr(func, "__name__", func)
             told = first_of([binding.name for binding in bindings])
@@ -207,22 +209,22 @@ class Touching(OperationMode):
             raise
         return result if begun else self.__torch_function__(func, kinds, args, kwargs)
 
-    def _away(self, values: Any) -> list[Binding]:
+    def _away(self, values: Any) -> list[ParameterBinding]:
         """The weights among some values, in whatever lists, that no use on this thread shows."""
         bindings_for, thread = self._owner.weights.bindings_for, threading.get_ident()
         found = {
             id(binding): binding
             for tensor in _tensors_among(values)
             for binding in bindings_for(tensor)
-            if not binding.is_shown_on(thread)
+            if not binding.is_bound_on(thread)
         }
         return list(found.values())
 
-    def _unit(self, bindings: list[Binding]) -> UnitWeights:
+    def _unit(self, bindings: list[ParameterBinding]) -> UnitWeights:
         key = tuple(map(id, bindings))
         unit = self._units.get(key)
-        if unit is None or unit.groups is not self._owner.weights:
-            self._units[key] = unit = UnitWeights.of(self._owner.weights, bindings)
+        if unit is None or unit.owner is not self._owner.weights:
+            self._units[key] = unit = self._owner.weights.unit_weights(bindings)
         return unit
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,9 +18,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from tierstore.adapters.codecs import is_movable, weight_bytes
 from tierstore.adapters.contents import modules_of, parameters_of
+from tierstore.adapters.forward import MethodPatch
 from tierstore.adapters.grouping import recomputes
-from tierstore.adapters.owners import Owner
-from tierstore.adapters.unit_use import StandIn
+
+if TYPE_CHECKING:
+    from tierstore.adapters.offloaded import OffloadedModel
 
 
 class Trained:
@@ -63,11 +65,11 @@ class Merging:
     """What stands in for `merge`, by which adapters add what was trained to weights that are away:
     it goes where they are."""
 
-    def __init__(self, trained: Trained, offloaded: Owner) -> None:
+    def __init__(self, trained: Trained, offloaded: OffloadedModel) -> None:
         self._trained = trained
         self._offloaded = offloaded
 
-    def __call__(self, method: StandIn, args: Any, kwargs: Any) -> Any:
+    def __call__(self, method: MethodPatch, args: Any, kwargs: Any) -> Any:
         if self._trained.parameters:  # else an earlier layer has had them put away
             self._trained.forget()
             self._offloaded.changed = True

@@ -1,9 +1,13 @@
-"""Memory of a store that is lent to tensors of their own, for as long as anybody looks at it."""
+"""Leases whose tensors keep their memory for as long as anybody looks at them."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
 
 from tierstore.adapters.codecs.memory import over
 from tierstore.lease import Lease
@@ -15,6 +19,17 @@ class Holder:
 
     def __init__(self, memory: object) -> None:
         self.memory = memory
+
+
+class TensorLease(Protocol):
+    """Tensors of a group, to be used until they are released."""
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors by name."""
+
+    def release(self) -> None:
+        """End the lease. A second call does nothing."""
 
 
 class ViewLease:
@@ -30,11 +45,21 @@ class ViewLease:
         self._holder = weakref.ref(holder)
         weakref.finalize(holder, lease.abandon).atexit = False
 
-    def end(self) -> None:
-        """Let go of it. If nobody else looks at it, the lease is over now."""
+    def release(self) -> None:
+        """Release it. If nobody else looks at its tensors, the lease is over now."""
         self.tensors = {}
         if self._holder() is None:
             self._lease.release()
+
+
+class HostViews:
+    """Host views in use where they are: there is no room to lease their group."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+
+    def release(self) -> None:
+        """Nothing is leased."""
 
 
 class Allowance:

@@ -11,24 +11,26 @@ from enum import Enum, auto
 import torch
 from torch import nn
 
-from tierstore.adapters.bindings import Binding, note_changes
+from tierstore.adapters.binding import BindingPolicy, ParameterBinding, note_changes
 from tierstore.adapters.codecs.memory import address_of, span, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.contents import tensors_of
 from tierstore.adapters.grouping import GroupPlan, Unit
 from tierstore.adapters.kept_memory import KeptMemory
 from tierstore.adapters.operations import not_looked_at
-from tierstore.adapters.saved_weights import LastLease
+from tierstore.adapters.saved import BackwardLeases, LeasedMemory
+from tierstore.adapters.unit_context import CurrentPass, UnitWeights
+from tierstore.adapters.view_lifetime import ViewLease
 from tierstore.adapters.wrapped import WrappedTensor
 from tierstore.engine.groups import NO_CASTS
-from tierstore.lease import Lease
-from tierstore.model.errors import ClosedError
+from tierstore.errors import ClosedError, UnknownKeyError
 from tierstore.model.outline import unused
 from tierstore.model.tiers import UseOrder
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
 from tierstore.system.allocator import FreedMemory
 from tierstore.system.maps import AddressSpace, WriteWatch
+from tierstore.torch_private import in_backward
 
 Change = Callable[[torch.Tensor], torch.Tensor]
 
@@ -46,33 +48,16 @@ class Kind(Enum):
 _renewals = itertools.count(1)
 
 
-class HeldLease(threading.local):
-    """The lease of the group that was used last on this thread, held for the unit that comes next.
-
-    Units that follow each other often share a group. It is held only while `run` (a call of the
-    whole model) goes on. It rests: whoever would have to wait for it gets it.
-    """
-
-    run: object = None
-    lease: Lease | None = None
-
-    def let_go(self) -> None:
-        """Release it. May be repeated if interrupted."""
-        if self.lease is not None:
-            self.lease.release()
-            self.lease = None
-
-
-def _watch_of(bindings: list[Binding]) -> WriteWatch:
-    return WriteWatch([(address_of(b.home), tensor_bytes(b.home)) for b in bindings])
+def _watch_of(bindings: list[ParameterBinding]) -> WriteWatch:
+    return WriteWatch([(address_of(b.host_view), tensor_bytes(b.host_view)) for b in bindings])
 
 
 class WeightGroups:
     """The groups of one model, from when it was cut into groups until it is so no more.
 
     `groups` maps their keys to the names of the tensors in each. `lock` guards what the tensors
-    show; `renewals` tells how often any of them went to other groups; and whether it is `over`:
-    then nothing is shown any more. Who holds `renewing` may change which groups there are.
+    show; `renewals` tells how often any of them went to other groups. Once it is `invalidated`,
+    nothing is bound any more. Who holds `renewing` may change which groups there are.
     """
 
     def __init__(
@@ -87,21 +72,22 @@ class WeightGroups:
         self.groups = groups
         self.lock = threading.RLock()
         self.renewals = 0
-        self.over = False
-        self.held = HeldLease()
-        self.last_lease = LastLease(store)
+        self.invalidated = False
+        self.lease = store.acquire
+        self.current = CurrentPass()
+        self.backward_leases = BackwardLeases(lambda key: ViewLease(store.acquire(key)), 1)
         self.loops = engine_of(store).loops
         self._renewing = renewing
-        self._bindings: dict[int, Binding] = {}
+        self._bindings: dict[int, ParameterBinding] = {}
         self._wrapped: dict[int, WrappedTensor] = {}
-        self._members: dict[str, list[Binding]] = {}
+        self._members: dict[str, list[ParameterBinding]] = {}
         self.running: set[object] = set()  # uses of slices
         self._slices: dict[int, tuple[str, list[str]]] = {}  # of what, by the id of its binding
         self._routed: set[int] = set()  # the ids of tensors in groups that data choose
         self._changing: set[str] = set()  # keys of groups that are stored as changing
         self._in_ram: set[str] = set()  # names of tensors
         self._freed = FreedMemory()
-        self._watched: list[Binding] = []
+        self._watched: list[ParameterBinding] = []
         self._watch: WriteWatch | None = None
 
     # Which there are ---------------------------------------------------------------------------
@@ -121,13 +107,15 @@ class WeightGroups:
             key = unused(f"{self.prefix}/{plan.name}", names)
             kept.note(plan.tensors)
             kind = Kind.ROUTED if plan.routed else Kind.WEIGHTS
-            homes = self._put(key, plan.tensors, space, kind=kind)
-            members = [Binding(t, key, name, homes[name]) for name, t in plan.tensors.items()]
+            host_views = self._put(key, plan.tensors, space, kind=kind)
+            members = [
+                ParameterBinding(t, key, name, host_views[name]) for name, t in plan.tensors.items()
+            ]
             self._members[key] = members
             self._bindings.update({binding.number: binding for binding in members})
             if plan.routed:
                 self._routed.update(map(id, plan.tensors.values()))
-            self._freed.add(sum(map(tensor_bytes, homes.values())))
+            self._freed.add(sum(map(tensor_bytes, host_views.values())))
         self._freed.give_back()
         kept.log(self.prefix)
         for each in wrapped:
@@ -148,19 +136,19 @@ class WeightGroups:
         try:
             if kind in (Kind.CHANGING, Kind.IN_PLACE):
                 cast = {name: t.to(casts.get(name, t.dtype)) for name, t in tensors.items()}
-                homes = engine.mutable_groups.put(key, cast, in_place=kind is Kind.IN_PLACE)
+                host_views = engine.mutable_groups.put(key, cast, in_place=kind is Kind.IN_PLACE)
             else:
                 order = UseOrder.ROUTED if kind is Kind.ROUTED else UseOrder.LEARNED
-                homes = engine.groups.register(key, tensors, space, casts, order)
+                host_views = engine.groups.register(key, tensors, space, casts, order)
             if self._in_ram.issuperset(tensors):
                 self.store.keep(key)
         except BaseException:
             if key not in self.store:
                 del self.groups[key]
             raise
-        return homes
+        return host_views
 
-    def slices(self, binding: Binding) -> list[str]:
+    def slices(self, binding: ParameterBinding) -> list[str]:
         """The keys of groups that hold a tensor's slices along its first dimension, in order.
 
         The group that holds all of it is used no more, but for the tensor to show something.
@@ -176,11 +164,11 @@ class WeightGroups:
                 self._slices[id(binding)] = found
             return found[1]
 
-    def _put_slices(self, binding: Binding) -> list[str]:
+    def _put_slices(self, binding: ParameterBinding) -> list[str]:
         """Put slices into groups of their own. May be repeated if interrupted."""
         space = AddressSpace()
-        names = [f"{binding.name}[{i}]" for i in range(len(binding.home))]
-        for name, part in zip(names, binding.home, strict=True):
+        names = [f"{binding.name}[{i}]" for i in range(len(binding.host_view))]
+        for name, part in zip(names, binding.host_view, strict=True):
             if f"{binding.key}/{name}" not in self.groups:
                 self._put(f"{binding.key}/{name}", {name: part}, space, kind=Kind.ROUTED)
         return [f"{binding.key}/{name}" for name in names]
@@ -202,7 +190,7 @@ class WeightGroups:
         """The model's tensors that consist of others, by their ids."""
         return self._wrapped
 
-    def wrapped_of(self, bindings: Iterable[Binding]) -> list[WrappedTensor]:
+    def wrapped_of(self, bindings: Iterable[ParameterBinding]) -> list[WrappedTensor]:
         """Those that consist of some of these tensors."""
         own = {binding.number for binding in bindings}
         return [w for w in self._wrapped.values() if any(id(t) in own for t in w.leaves.values())]
@@ -214,7 +202,7 @@ class WeightGroups:
             values = {name: each.value(each.tensor).detach() for name, each in found.items()}
         return values
 
-    def bindings_for(self, tensor: torch.Tensor) -> Iterable[Binding]:
+    def bindings_for(self, tensor: torch.Tensor) -> Iterable[ParameterBinding]:
         """Those of a tensor of the model, or of what it consists of. One that is used in slices,
         which may be larger than a budget, has none."""
         found = self._bindings.get(id(tensor))
@@ -223,12 +211,12 @@ class WeightGroups:
         wrapped = self._wrapped.get(id(tensor))
         return () if wrapped is None else self.bindings(map(id, wrapped.leaves.values()))
 
-    def bindings(self, tensors: Iterable[int]) -> list[Binding]:
+    def bindings(self, tensors: Iterable[int]) -> list[ParameterBinding]:
         """Those of the tensors (by id) that are in the groups."""
         found = [self._bindings[each] for each in tensors if each in self._bindings]
         return [binding for binding in found if binding.alive]
 
-    def bindings_of(self, module: nn.Module, *, recurse: bool = True) -> list[Binding]:
+    def bindings_of(self, module: nn.Module, *, recurse: bool = True) -> list[ParameterBinding]:
         """Those of a part of the model, each once."""
         held: dict[int, None] = {}
         for tensor in tensors_of(module, recurse=recurse):
@@ -242,15 +230,48 @@ class WeightGroups:
         shown = any(binding.user is not None for binding in self._bindings.values())
         return shown or bool(self.running)
 
+    # Uses --------------------------------------------------------------------------------------
+
+    def unit_weights(self, bindings: list[ParameterBinding]) -> UnitWeights:
+        """Return the weights of a unit with these tensors."""
+        wrapped = self.wrapped_of(bindings)
+        on_cpu = self.store.device.type == "cpu"
+        return UnitWeights(self, bindings, [] if on_cpu else wrapped, wrapped)
+
+    def begin_pass(self) -> bool:
+        """Release what a backward pass that raised has left. There is a pass to note."""
+        if not in_backward():
+            self.backward_leases.release_all()
+        return True
+
+    def lease_again(self, memory: LeasedMemory) -> Mapping[str, torch.Tensor]:
+        """Return the tensors of the memory's group, on the device, for a backward pass.
+
+        Raises RuntimeError if the group has been stored again since.
+        """
+        try:
+            if self.invalidated or memory.key not in self.groups:
+                raise UnknownKeyError(memory.key)
+            return self.backward_leases.tensors(memory.key)
+        except UnknownKeyError:
+            raise RuntimeError(
+                f"this backward needs {memory.binding.name}, which no tierstore has any more as it "
+                "was in the forward: weights were changed since, or the model was cut into groups "
+                "anew. Run the forward again"
+            ) from None
+
     # Changed weights ---------------------------------------------------------------------------
 
     def renew_written(self) -> None:
         """Store the groups anew that were written to since the last time."""
-        if self._watch is None:  # it looks at all that was written since there are these homes
-            self._watched = [b for b in self._bindings.values() if not b.changing]
+        if self._watch is None:  # it looks at all that was written since there are these host_views
+            self._watched = [
+                b for b in self._bindings.values() if b.policy is not BindingPolicy.WRITE_BACK
+            ]
             self._watch = _watch_of(self._watched)
         written = [self._watched[i] for i in self._watch.written()]
-        written += [b for b in self._bindings.values() if b.changing]  # which nobody watches
+        # Nobody watches those.
+        written += [b for b in self._bindings.values() if b.policy is BindingPolicy.WRITE_BACK]
         if written:
             self.renew(written)
 
@@ -262,7 +283,10 @@ class WeightGroups:
         members = [b for key in keys for b in self._members.get(key, ())]
         written = {members[i] for i in _watch_of(members).written()}
         edited = [
-            b for b in members if b.edited or ((b in written or b.changing) and b.user is None)
+            b
+            for b in members
+            if b.edited
+            or ((b in written or b.policy is BindingPolicy.WRITE_BACK) and b.user is None)
         ]
         if edited and self._renewing.acquire(blocking=False):
             try:
@@ -277,7 +301,7 @@ class WeightGroups:
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
-    def renew(self, edited: list[Binding]) -> None:
+    def renew(self, edited: list[ParameterBinding]) -> None:
         """Store the groups of changed tensors anew; what did not change in them is not written."""
         with self._renewing, not_looked_at():
             for keys in self._become_one(edited):
@@ -297,7 +321,7 @@ class WeightGroups:
                     del self.groups[key]
             self._freed.give_back()
 
-    def _become_one(self, edited: list[Binding]) -> list[list[str]]:
+    def _become_one(self, edited: list[ParameterBinding]) -> list[list[str]]:
         """The groups of edited tensors. Where one was given memory that a tensor of another group
         shows (`a.data = b.data`), both are one group from now on: they stay tied."""
         sets = {key: [key] for key in dict.fromkeys(binding.key for binding in edited)}
@@ -355,41 +379,44 @@ class WeightGroups:
     def _store_anew(
         self,
         old: str,
-        members: list[Binding],
+        members: list[ParameterBinding],
         values: dict[str, torch.Tensor],
         space: AddressSpace | None = None,
         casts: Mapping[str, torch.dtype] = NO_CASTS,
     ) -> None:
         """Replace a group by one of these values, which are taken out of the dict; by two if some
         of its tensors are changing, and others are not."""
-        changing = [b for b in members if b.changing]
-        steady = [b for b in members if not b.changing]
-        moved: dict[str, list[Binding]] = {}
-        homes: dict[str, torch.Tensor] = {}
+        changing = [b for b in members if b.policy is BindingPolicy.WRITE_BACK]
+        steady = [b for b in members if b.policy is not BindingPolicy.WRITE_BACK]
+        moved: dict[str, list[ParameterBinding]] = {}
+        host_views: dict[str, torch.Tensor] = {}
         for part in filter(None, (changing, steady)):
             own = {b.name: values.pop(b.name) for b in part}
             kind = Kind.ROUTED if part[0].number in self._routed else Kind.WEIGHTS
             if part is changing:
-                at_home = old in self._changing and not casts
-                at_home = at_home and all(b.is_in_place(own[b.name]) for b in part)
-                kind = Kind.IN_PLACE if at_home else Kind.CHANGING
+                in_place = old in self._changing and not casts
+                in_place = in_place and all(b.is_in_place(own[b.name]) for b in part)
+                kind = Kind.IN_PLACE if in_place else Kind.CHANGING
             key = old if kind is Kind.IN_PLACE else _renewed(old, self.groups)
-            homes |= self._put(key, own, space, casts, kind)
+            host_views |= self._put(key, own, space, casts, kind)
             moved[key] = part
         self._changing.update(key for key, part in moved.items() if part is changing)
         try:
-            self._move_members(old, moved, homes)
+            self._move_members(old, moved, host_views)
         except BaseException:  # when some show the one group, and some the other: do it again
-            self._move_members(old, moved, homes)
+            self._move_members(old, moved, host_views)
             raise
-        self._freed.add(sum(map(tensor_bytes, homes.values())))
+        self._freed.add(sum(map(tensor_bytes, host_views.values())))
         if old not in moved:
             self._changing.discard(old)
             self.store.discard(old)
             del self.groups[old]
 
     def _move_members(
-        self, old: str, moved: Mapping[str, list[Binding]], homes: Mapping[str, torch.Tensor]
+        self,
+        old: str,
+        moved: Mapping[str, list[ParameterBinding]],
+        host_views: Mapping[str, torch.Tensor],
     ) -> None:
         """Let the tensors be in other groups. May be repeated if interrupted."""
         self._watch = None
@@ -398,7 +425,7 @@ class WeightGroups:
             self._members.pop(old, None)
             for key, members in moved.items():
                 for binding in members:
-                    binding.move_to(key, homes[binding.name])
+                    binding.move_to(key, host_views[binding.name])
                 self._members[key] = members
 
     # The end -----------------------------------------------------------------------------------
@@ -406,24 +433,24 @@ class WeightGroups:
     def end_use(self) -> bool:
         """Have nothing shown from now on. False if something is at this moment."""
         with self.lock:
-            self.over = not self.in_use
-            return self.over
+            self.invalidated = not self.in_use
+            return self.invalidated
 
     def stop(self) -> None:
         """Have nothing shown from now on, whatever is."""
         with self.lock:
-            self.over = True
+            self.invalidated = True
 
     def discard(self) -> None:
         """Let the tensors keep what they show while away. The store forgets the groups."""
         for binding in self._bindings.values():
             if not binding.edited:  # otherwise it shows what somebody gave it
-                assign(binding.tensor, binding.home)
+                assign(binding.tensor, binding.host_view)
         self._bindings.clear()
         self._wrapped.clear()
         self._members.clear()
         self._slices.clear()
-        self.last_lease.give_back()
+        self.backward_leases.release_all()
         with suppress(ClosedError):  # in a child process, too, where the store is of no use
             for key in self.groups:
                 if key in self.store:

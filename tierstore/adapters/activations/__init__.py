@@ -34,8 +34,8 @@ from tierstore.adapters.activations.in_place import described, refuse_changed
 from tierstore.adapters.codecs.memory import Geometry, geometry_of, has_address, storage_id_of
 from tierstore.adapters.compat import Unpack as Unpack
 from tierstore.adapters.contents import tensors_of
+from tierstore.model.formatting import size
 from tierstore.model.sizes import parse_size
-from tierstore.model.words import size
 from tierstore.observe.report import Shown, shown_by
 from tierstore.observe.stats import facts_of
 from tierstore.store import TierStore, engine_of

@@ -25,9 +25,9 @@ from tierstore.adapters.activations.in_place import VersionWatch
 from tierstore.adapters.codecs.memory import Geometry, over
 from tierstore.adapters.view_lifetime import Allowance, Holder
 from tierstore.engine.keys import saved_key
+from tierstore.errors import BudgetError
 from tierstore.lease import Lease
 from tierstore.model import shares
-from tierstore.model.errors import BudgetError
 from tierstore.model.locks import RLock, guarded, under
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.model.tiers import Tier

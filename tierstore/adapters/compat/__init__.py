@@ -4,7 +4,18 @@ The adapters know plain PyTorch. A library's own conventions (an attribute that 
 weight in an unusual class, hooks of its own offloading) are in its file in this folder, as a
 `Library` that overrides the methods it has an answer for. The files are found by being here: a new
 library is one new file. None of them imports its library before somebody else has.
-"""
+
+Functions of libraries that are replaced, and why no hook of the library serves:
+
+| library | replaced | why |
+|---|---|---|
+| accelerate | `AlignDevicesHook.init_hook`, `CpuOffload.init_hook` | both attach to a model without asking anybody: two owners of one weight are wrong without an error |
+| diffusers | `group_offloading._apply_group_offloading` | the same; and it is applied anew after a LoRA was loaded |
+| diffusers | `DiffusionPipeline.to` and the methods in `Diffusers.changes_weights`, on their classes | a pipeline may be made before or after its models are offloaded, and has no hook for either |
+| diffusers | `HookRegistry.hooks` of one model, by a dict that has one entry more | `register_hook` would wrap `forward`, and a deep copy of the model would run this one's weights |
+| torchao | `quantization.quantize_`, while a model is loaded | it quantises each layer in memory as soon as it is loaded |
+| transformers | the variable `HF_DEACTIVATE_ASYNC_LOAD`, while a model is loaded | other threads would cast weights where no dispatch mode sees it |
+"""  # noqa: E501 - a table
 
 from __future__ import annotations
 
@@ -15,10 +26,14 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import nn
+
+P = ParamSpec("P")
+R = TypeVar("R")
+V = TypeVar("V")
 
 Unpack = Callable[[], torch.Tensor]
 """Held by the graph in the place of a saved tensor: returns the tensor."""
@@ -178,48 +193,49 @@ def libraries() -> tuple[Library, ...]:
 
 
 @functools.cache
-def _asked(method: str) -> tuple[Callable[..., Any], ...]:
-    """Return the method of each library that overrides it."""
-    default = getattr(Library, method)
-    return tuple(
-        getattr(each, method) for each in libraries() if getattr(type(each), method) is not default
-    )
+def _asked(question: Callable[..., Any]) -> tuple[Callable[..., Any], ...]:
+    """Return a method of `Library` as each library has it that overrides it."""
+    name = question.__name__
+    overriding = [each for each in libraries() if getattr(type(each), name) is not question]
+    return tuple(getattr(each, name) for each in overriding)
 
 
-def any_answer(method: str, value: object) -> bool:
-    """Whether any library says yes."""
-    return any(ask(value) for ask in _asked(method))
+def any_answer(question: Callable[[Library, V], bool], value: V) -> bool:
+    """Return whether any library says yes to a method of `Library`."""
+    return any(ask(value) for ask in _asked(question))
 
 
-def first_answer(method: str, value: object) -> Any:
+def first_answer(question: Callable[[Library, V], R | None], value: V) -> R | None:
     """Return the first answer that is not empty; None if there is none."""
-    return next((found for ask in _asked(method) if (found := ask(value))), None)
+    return next((found for ask in _asked(question) if (found := ask(value))), None)
 
 
-def joined_answers(method: str, value: object) -> dict[str, Any]:
+def joined_answers(question: Callable[[Library, V], Mapping[str, R]], value: V) -> dict[str, R]:
     """Return the answers of all libraries, each a mapping, as one."""
-    return {key: found for ask in _asked(method) for key, found in ask(value).items()}
+    return {key: found for ask in _asked(question) for key, found in ask(value).items()}
 
 
 def hints_of(model: nn.Module) -> ModelHints:
     """Return what a model's class says about offloading it."""
-    return first_answer("hints", model) or ModelHints()
+    return first_answer(Library.hints, model) or ModelHints()
 
 
-def notify_all(method: str, *arguments: object) -> None:
-    """Call a method of every library that is imported and overrides it."""
+def notify_all(
+    method: Callable[Concatenate[Library, P], None], *args: P.args, **kwargs: P.kwargs
+) -> None:
+    """Call a method of `Library` for every library that is imported and overrides it."""
     for ask in _asked(method):
         if ask.__self__.name in sys.modules:  # type: ignore[attr-defined]
-            ask(*arguments)
+            ask(*args, **kwargs)
 
 
 def tell_of_offloading(model: nn.Module, device: torch.device) -> None:
     """Tell every library that is installed that a model is offloaded and runs on `device`. A
     library that is imported later may be given the model, too."""
-    for mark in _asked("mark"):
+    for mark in _asked(Library.mark):
         mark(model, device)
-    notify_all("guard")
-    notify_all("follow_pipelines")
+    notify_all(Library.guard)
+    notify_all(Library.follow_pipelines)
 
 
 def methods_that_change_weights() -> tuple[str, ...]:
@@ -231,6 +247,6 @@ def methods_that_change_weights() -> tuple[str, ...]:
 def loading() -> Iterator[list[Deferred]]:
     """A context in which libraries load without using memory. Yields what they put off."""
     with ExitStack() as stack:
-        contexts = [context for ask in _asked("loading") if (context := ask()) is not None]
+        contexts = [context for ask in _asked(Library.loading) if (context := ask()) is not None]
         entered = [stack.enter_context(context) for context in contexts]
         yield [each for each in entered if each is not None]

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from tierstore.adapters.compat import Library
-from tierstore.adapters.compat.patches import refuse_models_in_stores
+from tierstore.adapters.other_offloading import refuse_models_in_stores
 
 
 class Accelerate(Library):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.compat import Library, ModelHints
-from tierstore.adapters.compat.patches import OffloadingByUs, refuse_models_in_stores
+from tierstore.adapters.other_offloading import OffloadingByUs, refuse_models_in_stores
 from tierstore.adapters.pipelines import follow_class_tree
 from tierstore.model.extras import extra_for
 

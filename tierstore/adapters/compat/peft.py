@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from tierstore.adapters.compat import Library
-from tierstore.adapters.unit_use import has_method
+from tierstore.adapters.forward import has_method
 
 
 class Peft(Library):

@@ -1,12 +1,12 @@
-"""How a module is used while its weights are in a store, in inference and in training alike.
+"""Call methods of a module within a context: in inference and in training alike.
 
-A *unit* is a module with the weights that its forward needs. One run of it is a `UnitUse`: weights
-are borrowed in `begin`, before the forward; they are given back in `finish`, after it, or in `end`,
-if it raised. In training, what a backward pass needs once more it borrows by itself (see
-`tierstore.adapters.saved_weights`), and a forward that is computed again is another use.
+A *unit* is a module with the weights that its forward needs. A `ForwardContext` goes around one
+call of it: `begin` leases the weights before the forward; `finish` after it, or `end` if it raised,
+releases them. The backward pass leases again what it needs (see `tierstore.adapters.saved`), and a
+forward that is computed again has a context of its own.
 
-A `StandIn` is an attribute of the one module object. A deep copy or a pickle of the module is an
-ordinary module: it gets its ordinary method back.
+A `MethodPatch` is an attribute of the one module object. A deep copy or a pickle of the module is
+an ordinary module: it gets its ordinary method back.
 """
 
 from __future__ import annotations
@@ -23,48 +23,49 @@ import torch
 from torch import nn
 
 from tierstore.adapters.nested import tensors_in
+from tierstore.adapters.saved import refuse_backward
 from tierstore.torch_private import CALL, COMPILED_CALL
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class StandIn:
-    """Stands in for the method `name` of a module from `put` until `remove`.
+class MethodPatch:
+    """Replaces the method `name` of one module from `install` until `remove`.
 
-    A call of it is a call of `run`, with the stand-in itself, the arguments, and those by name. It
-    is found in the module's own dictionary, as a method that somebody patched one module with.
+    A call of it is a call of `run`, with the patch itself, the arguments, and those by name. It is
+    found in the module's own dictionary, as any method that is patched on one module.
     """
 
-    outdated = False
-    """Whether it stands only until another takes its place, and stands in for what it did."""
-    successor: StandIn | None = None
-    """The one that stands in front of what others put in front of this one, and runs the same."""
+    superseded = False
+    """Whether it stays only until another one takes its place."""
+    successor: MethodPatch | None = None
+    """The one in front of what others put in front of this one. It runs the same."""
 
     def __init__(
-        self, module: nn.Module, name: str, run: Callable[[StandIn, Any, Any], Any]
+        self, module: nn.Module, name: str, run: Callable[[MethodPatch, Any, Any], Any]
     ) -> None:
         self.module = module
         self.name = name
-        self.run: Callable[[StandIn, Any, Any], Any] | None = run
+        self.run: Callable[[MethodPatch, Any, Any], Any] | None = run
         self.kind = type(module)
         self._of_class: Any = None
         self._method: Any = None
         self.replaced: Any = module.__dict__.get(name)
-        while isinstance(self.replaced, StandIn) and self.replaced.gone:
+        while isinstance(self.replaced, MethodPatch) and self.replaced.inactive:
             self.replaced = self.replaced.replaced
         original: Any = self.original
         for attribute in functools.WRAPPER_ASSIGNMENTS:
             if hasattr(original, attribute):
                 setattr(self, attribute, getattr(original, attribute))
 
-    def put(self) -> None:
-        """Stand in from now on. Who puts it notes that first: an interrupt may follow at once."""
+    def install(self) -> None:
+        """Replace the method. Note the patch before: an interrupt may follow at once."""
         # A module's `__setattr__` may refuse it, or give it to another module.
         self.module.__dict__[self.name] = self
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The method as plain Python would find it now: what it stands in front of in the module's
+        """The method as plain Python would find it now: what the patch replaced in the module's
         dictionary, or the method of the class that the module has, as that class has it."""
         if self.replaced is not None:
             replaced: Callable[..., Any] = self.replaced
@@ -81,16 +82,16 @@ class StandIn:
 
     @property
     def ordinary(self) -> Callable[..., Any]:
-        """The method without any stand-in."""
+        """The method without any patch."""
         found = self.original
-        while isinstance(found, StandIn):
+        while isinstance(found, MethodPatch):
             found = found.original
         return found
 
     @property
-    def gone(self) -> bool:
+    def inactive(self) -> bool:
         """Whether it does nothing any more, or will be removed when others have its place."""
-        return self.outdated or self.run is None
+        return self.superseded or self.run is None
 
     @property
     def displaced(self) -> bool:
@@ -99,7 +100,7 @@ class StandIn:
         if type(self.module) is not self.kind:
             return True
         found = self.module.__dict__.get(self.name)
-        while isinstance(found, StandIn) and found is not self:
+        while isinstance(found, MethodPatch) and found is not self:
             found = found.replaced
         return found is not self
 
@@ -111,12 +112,12 @@ class StandIn:
         return run(self, args, kwargs)
 
     def _is_compiled(self) -> bool:
-        """Whether the module is being compiled by itself: what stands in for the compiled call does
-        all that is to be done, outside of what is compiled."""
+        """Whether the module is being compiled by itself: the patch of the compiled call does all
+        that is to be done, outside of what is compiled."""
         if not torch.compiler.is_dynamo_compiling() or self.name == COMPILED_CALL:
             return False
         entry = getattr(self.module, COMPILED_CALL)
-        return isinstance(entry, StandIn) and isinstance(entry.run, UnitForward)
+        return isinstance(entry, MethodPatch) and isinstance(entry.run, ForwardRunner)
 
     def __repr__(self) -> str:
         what = f"{self.name} of {type(self.module).__name__}"
@@ -205,50 +206,49 @@ def has_method(module: nn.Module, name: str) -> bool:
 
 def calls_of(module: nn.Module) -> tuple[str, str]:
     """The methods by which a module is called, compiled or not: what its weights have to be there
-    for. A `forward` that is a property cannot be stood in for; what calls it can."""
+    for. A `forward` that is a property cannot be patched; what calls it can."""
     forward = inspect.getattr_static(type(module), "forward", None)
     return CALL if hasattr(type(forward), "__set__") else "forward", COMPILED_CALL
 
 
-class UnitUse(Protocol):
-    """One run of a unit, or of a whole model: what goes on around one call of a method."""
+class ForwardContext(Protocol):
+    """Goes around one call of a method: of a unit, or of a whole model."""
 
     def begin(self) -> bool:
-        """Before it. False if it is another's turn: the method is to be looked up anew.
+        """Begin before the call. False if the method is to be looked up again.
 
         In any case, and also if it raises, `finish` or `end` has to be called.
         """
 
     def finish(self, result: Any, given: Arguments) -> Any:
-        """After it: end, and return the result as others may have it."""
+        """End after the call, and return the result as others may have it."""
 
     def end(self) -> None:
-        """End, whatever happened before. Called again if it was interrupted."""
+        """End, whatever happened before. It is called again if it was interrupted."""
 
 
 @dataclass(eq=False)
-class UnitForward:
-    """What a stand-in runs for a method that needs weights: `use()` is begun before each call.
+class ForwardRunner:
+    """Runs a patched method within a context, which `use` makes for each call.
 
-    `look` is called first, and may put another stand-in in this one's place. `use` may return None:
-    then there is nothing to do around this call. `before` changes the arguments, `after` the
-    result, given the arguments as they came. `call` is given the method and its arguments, to call
-    it.
+    `look` is called first, and may install another patch in this one's place. `use` may return
+    None: then nothing goes around this call. `before` changes the arguments, `after` the result,
+    given the arguments as they came. `call` is given the method and its arguments, to call it.
     """
 
-    use: Callable[[], UnitUse | None]
+    use: Callable[[], ForwardContext | None]
     look: Callable[[], None] | None = None
     _: KW_ONLY
     before: Callable[[Any, Any], Arguments] | None = None
     after: Callable[[Any, Any, Any], Any] | None = None
     call: Callable[[Any, Any, Any], Any] | None = None
 
-    def __call__(self, method: StandIn, args: Any, kwargs: Any) -> Any:  # noqa: C901 - no call more for each unit
+    def __call__(self, method: MethodPatch, args: Any, kwargs: Any) -> Any:  # noqa: C901 - no call more for each unit
         given = args, kwargs
         if self.look is not None:
             self.look()
             if method.run is not self and not self._goes_on(method):
-                # The model was cut anew, and has other stand-ins now.
+                # The model was partitioned again, and has other patches now.
                 return getattr(method.module, method.name)(*args, **kwargs)
         if self.before is not None:
             args, kwargs = self.before(args, kwargs)
@@ -272,10 +272,10 @@ class UnitForward:
         return result if self.after is None else self.after(result, *given)
 
     def _steps(
-        self, method: StandIn, generator: Generator[Any, Any, Any], given: Arguments
+        self, method: MethodPatch, generator: Generator[Any, Any, Any], given: Arguments
     ) -> Generator[Any, Any, Any]:
-        """Run a generator that the method returned: a use is begun before each of its steps, and
-        ends with it, as whoever iterates may do anything in between."""
+        """Run a generator that the method returned, each of its steps within a context of its own:
+        anything may happen between two steps."""
         step: Callable[[Any], Any] = generator.send
         value: Any = None
         try:
@@ -300,14 +300,14 @@ class UnitForward:
         finally:
             generator.close()
 
-    def _goes_on(self, method: StandIn) -> bool:
-        """Whether a call came by what was put in front of a stand-in since: to begin anew would
-        call that twice. The next one meets the successor first."""
+    def _goes_on(self, method: MethodPatch) -> bool:
+        """Whether a call came by what was put in front of a patch since: to begin again would call
+        that twice. The next one meets the successor first."""
         return method.successor is not None and method.successor.run is self
 
 
 def _step(step: Callable[[Any], Any], value: Any) -> tuple[bool, Any]:
-    """Go on with a generator: whether it is over, and what it returned or yields."""
+    """Resume a generator. Returns whether it is over, and what it returned or yields."""
     try:
         return False, step(value)
     except StopIteration as stop:
@@ -315,13 +315,13 @@ def _step(step: Callable[[Any], Any], value: Any) -> tuple[bool, Any]:
 
 
 def run_within(
-    use: UnitUse | None,
+    use: ForwardContext | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     given: Arguments | None = None,
 ) -> tuple[bool, Any]:
-    """Call a function within a use: (whether that has begun, what it returned)."""
+    """Call a function within a context: (whether that has begun, what it returned)."""
     if use is None:
         return True, function(*args, **kwargs)
     try:
@@ -334,7 +334,7 @@ def run_within(
         raise
 
 
-def _end(use: UnitUse) -> None:
+def _end(use: ForwardContext) -> None:
     try:
         use.end()
     except BaseException:  # an interrupt in the middle of putting back: do it again
@@ -343,21 +343,12 @@ def _end(use: UnitUse) -> None:
 
 
 def refuse_to_go_back(tensors: Iterable[torch.Tensor], given: Arguments) -> None:
-    """After a module ran: nobody may go back through weights that are away.
+    """Have a backward pass through a module raise, after its forward: its weights are away.
 
-    `tensors` are of its result. What it was given, and passed on, is none of its own.
+    `tensors` are those of the result. Those that the module was given, and passed on, are left
+    alone.
     """
     passed_on = {id(tensor.grad_fn) for tensor in tensors_in(list(given))}
     for tensor in tensors:
         if tensor.grad_fn is not None and id(tensor.grad_fn) not in passed_on:
             tensor.grad_fn.register_prehook(refuse_backward)
-
-
-def refuse_backward(*gradients: Any) -> None:
-    """Raise the error of a backward that cannot be."""
-    raise RuntimeError(
-        "this backward needs weights that have left the device since the forward: they are in a "
-        "tierstore. Run the forward under torch.no_grad() if no gradient is wanted. To train a few "
-        "weights, freeze the others before (model.requires_grad_(False)); to train all, make it an "
-        "ordinary model first (tierstore.disable_offload(model))"
-    )

@@ -1,9 +1,14 @@
-"""What a tensor of a model shows while it is away and while it is used; noticing its changes."""
+"""Bind tensors of a model to leased bytes while they are used, and to their host views otherwise.
+
+Inference and training share this: a `ParameterBinding` for each tensor, whose `BindingPolicy` says
+what becomes of a change.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum, auto
 
 import torch
 from torch import nn
@@ -18,100 +23,127 @@ OFTEN = 2
 as a cache of keys and values, or running statistics."""
 
 
-class Binding:
-    """A tensor of the model, the group it is in, and its home: what it shows while away.
+class BindingPolicy(Enum):
+    """What becomes of a change of a bound tensor."""
+
+    READ_ONLY = auto()
+    """The store registers the group again, under another key. A backward pass through the old
+    value raises, and so does one that wants a gradient of the tensor."""
+    WRITE_BACK = auto()
+    """Every use changes it: its host view is a mutable group of the store."""
+    MUTABLE = auto()
+    """The host view is part of the training state: it is changed in place, at any time."""
+
+
+class ParameterBinding:
+    """A tensor of the model, the group that it is in, and its host view, which it shows while away.
 
     `user` is the use during which it shows leased memory, one of them if there are `others`.
     `edited` tells whether somebody gave it other memory or wrote to it by a torch operation since
-    it was brought home. (Writes that torch does not count, such as to `tensor.data`, show in the
-    pages of the home: see `WriteWatch`.) `times_stored` counts how often it was stored anew; once
-    it is `changing`, its home is memory in which nobody notices such writes.
+    it was unbound. (Writes that torch does not count, such as to `tensor.data`, show in the pages
+    of the host view: see `WriteWatch`.) `times_stored` counts how often it was stored again.
 
-    It does not keep the tensor alive: a parameter that was deleted or replaced goes at once, as in
-    plain torch, and nobody sees what `tensor` is from then on: another with its home. `number` is
-    the tensor's id, which others may have then. `alone` says that it is such another.
+    A binding does not keep the tensor alive: a parameter that was deleted or replaced goes at once,
+    as in plain torch. From then on `tensor` is another one over the host view, and the binding is
+    `detached`. `number` is the id of the first tensor, which others may have then.
 
-    All of this runs for every tensor in every step, between computations that fill the processor's
-    caches: what counts is how few objects are touched.
+    Args:
+        find: where to look up a tensor that is replaced from time to time (the local tensor of a
+            DTensor); by default the binding refers to `tensor` weakly.
+
+    Note: all of this runs for every tensor in every step, between computations that fill the
+    processor's caches. The cost is in the number of objects touched.
     """
 
     __slots__ = (
         "_address",
+        "_bound_to",
         "_reference",
-        "_shown_at",
-        "alone",
-        "changing",
-        "home",
+        "detached",
+        "host_view",
         "key",
         "name",
         "number",
         "others",
+        "policy",
         "times_stored",
         "user",
         "version",
     )
 
-    def __init__(self, tensor: torch.Tensor, key: str, name: str, home: torch.Tensor) -> None:
-        self._reference: Callable[[], torch.Tensor | None] = weakref.ref(tensor)
-        self._shown_at = 0
-        self.alone = False
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        key: str,
+        name: str,
+        host_view: torch.Tensor,
+        policy: BindingPolicy = BindingPolicy.READ_ONLY,
+        find: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        self._reference: Callable[[], torch.Tensor | None] = find or weakref.ref(tensor)
+        self._bound_to = 0
+        self.detached = False
         self.number = id(tensor)
         self.name = name
         self.user: object = None
         self.others: set[object] | None = None
-        self.changing = False
+        self.policy = policy
         self.times_stored = 0
-        self.move_to(key, home)
+        self.move_to(key, host_view)
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor of the model, or another with its home if that is gone."""
+        """The tensor of the model, or another one over the host view if that is gone."""
         found = self._reference()
         if found is None:
-            return self._in_its_place()
+            return self._replacement()
         keep_found(found)
         return found
 
-    def _in_its_place(self) -> torch.Tensor:
-        placed = self.home.detach()
-        self._reference = lambda: placed
-        self.alone = True
-        self.version = version_of(placed)
-        return placed
+    def _replacement(self) -> torch.Tensor:
+        made = self.host_view.detach()
+        self._reference = lambda: made
+        self.detached = True
+        self.version = version_of(made)
+        return made
 
     @property
     def alive(self) -> bool:
         """Whether the model's tensor is not gone."""
-        return not self.alone and self._reference() is not None
+        return not self.detached and self._reference() is not None
 
-    def move_to(self, key: str, home: torch.Tensor) -> None:
-        """The tensor is in group `key` from now on, and away."""
+    def move_to(self, key: str, host_view: torch.Tensor) -> None:
+        """Put the tensor into group `key` from now on. If it is away, it shows `host_view`."""
         self.key = key
-        self.home = home
-        self._address = address_of(home)
+        self.host_view = host_view
+        self._address = address_of(host_view)
         if self.user is None:
-            self._bring_home()
+            self._show_host_view()
 
     def is_in_place(self, value: torch.Tensor) -> bool:
-        """Whether a value lies in the memory of the home, in its form."""
-        home = self.home
+        """Whether a value lies in the memory of the host view, in its form."""
+        host_view = self.host_view
         return (
             address_of(value) == self._address
-            and value.shape == home.shape
-            and value.stride() == home.stride()
-            and value.dtype is home.dtype
+            and value.shape == host_view.shape
+            and value.stride() == host_view.stride()
+            and value.dtype is host_view.dtype
             and not value.is_conj()
         )
 
-    def _bring_home(self) -> None:
+    def _show_host_view(self) -> None:
         tensor = self.tensor
-        assign(tensor, self.home)
+        assign(tensor, self.host_view)
         self.version = version_of(tensor)
+
+    def accept(self) -> None:
+        """Count the tensor as unchanged, whatever torch has counted."""
+        self.version = version_of(self.tensor)
 
     @property
     def edited(self) -> bool:
         """Whether it is away and not what it was."""
-        return bool(edited_among((self,), {self.name: self.home}))
+        return bool(edited_among((self,), {self.name: self.host_view}))
 
     @property
     def was_given_memory(self) -> bool:
@@ -125,27 +157,27 @@ class Binding:
             self.user = next(iter(others))
             others.discard(self.user)
 
-    def is_shown_on(self, thread: int) -> bool:
-        """Whether a use on a thread (or one that tells no thread) has it show leased memory."""
+    def is_bound_on(self, thread: int) -> bool:
+        """Whether a use on a thread (or one that has no thread) has bound it to leased memory."""
         if self.user is None:
             return False
         users = (self.user, *(self.others or ()))
         return any(getattr(user, "thread", thread) == thread for user in users)
 
     def value(self, shown: torch.Tensor) -> torch.Tensor:
-        """What the tensor is, in memory that nobody uses again: its home if it is in use; else what
-        it shows. If it was changed in use, that is known when the use is over."""
+        """Return its value in memory that nobody uses again: the host view if it is in use, else
+        what it shows. A change that its current use makes counts when that is over."""
         return (
             shown
             if self.user is None and address_of(shown) == address_of(self.tensor)
-            else self.home
+            else self.host_view
         )
 
     def leave(self, use: object) -> None:
-        """Show the home again; what the tensor showed during `use` is not looked at."""
+        """Show the host view again; what the tensor showed during `use` is ignored."""
         if self.user is use:
             self.user = self.others.pop() if self.others else None
-            self._bring_home()
+            self._show_host_view()
 
     def give(self, value: torch.Tensor) -> None:
         """Let the tensor show other memory, of the CPU: from now on it counts as edited."""
@@ -153,25 +185,26 @@ class Binding:
         self.version = -1
 
     def _keep_change(self, tensor: torch.Tensor) -> None:
-        """The forward itself gave the tensor other memory, which it keeps, on the CPU; or changed
-        it: the home is where that is kept, and noticed."""
-        if address_of(tensor) not in (self._shown_at, self._address):
+        """Keep what the forward itself did to the tensor: other memory that it was given, on the
+        CPU; or a change, in the host view, where it is noticed."""
+        if address_of(tensor) not in (self._bound_to, self._address):
             self.give(tensor.detach().cpu())
             return
-        self.home.copy_(tensor.detach())
-        assign(tensor, self.home)
+        self.host_view.copy_(tensor.detach())
+        assign(tensor, self.host_view)
         self.version = -1
 
 
-# Note: what every use of a unit does to each of its tensors, in loops that call nothing that is
-# written in Python. A block has twenty tensors, and each such call costs what a kernel does.
+# Note: every use of a unit does the following to each of its tensors, in loops that call nothing
+# that is written in Python. A block has twenty tensors, and each such call costs as much as a
+# kernel.
 
 
 def edited_among(
-    bindings: Iterable[Binding], expected: Mapping[str, torch.Tensor]
-) -> list[Binding]:
-    """Those that are away and do not show their homes, unchanged, in the form of the tensors
-    `expected` by their names."""
+    bindings: Iterable[ParameterBinding], expected: Mapping[str, torch.Tensor]
+) -> list[ParameterBinding]:
+    """Return those that are away and do not show their host views, unchanged, in the form of the
+    tensors `expected` by their names."""
     edited = []
     for binding in bindings:
         if binding.user is not None:
@@ -197,7 +230,9 @@ def edited_among(
     return edited
 
 
-def show_all(bindings: Iterable[Binding], use: object, leased: Mapping[str, torch.Tensor]) -> None:
+def bind_all(
+    bindings: Iterable[ParameterBinding], use: object, leased: Mapping[str, torch.Tensor]
+) -> None:
     """Let tensors show the leased bytes, by their names, while `use` lasts."""
     for binding in bindings:
         if binding.user is not None:
@@ -208,8 +243,8 @@ def show_all(bindings: Iterable[Binding], use: object, leased: Mapping[str, torc
         if tensor is None:
             tensor = binding.tensor
         keep_found(tensor)
-        binding._shown_at = value.data_ptr()
-        binding.user = use  # before anything is shown: wherever this ends, put_back_all undoes it
+        binding._bound_to = value.data_ptr()
+        binding.user = use  # before anything is bound: wherever this ends, unbind_all undoes it
         try:
             tensor.data = value
         except RuntimeError:
@@ -220,10 +255,11 @@ def show_all(bindings: Iterable[Binding], use: object, leased: Mapping[str, torc
             binding.version = 0
 
 
-def put_back_all(  # noqa: C901 - no call more for each tensor
-    bindings: Iterable[Binding], use: object, *, with_grad: bool
+def unbind_all(  # noqa: C901 - no call more for each tensor
+    bindings: Iterable[ParameterBinding], use: object, *, with_grad: bool
 ) -> None:
-    """Let tensors show their homes again, when their last use ends. To be repeated if interrupted.
+    """Let tensors show their host views again, when their last use ends. To be repeated if
+    interrupted.
 
     `with_grad` tells whether autograd may have saved them.
     """
@@ -242,15 +278,15 @@ def put_back_all(  # noqa: C901 - no call more for each tensor
             version = 0
         address = tensor.data_ptr()
         if version != binding.version or (
-            address != binding._shown_at and address != binding._address
+            address != binding._bound_to and address != binding._address
         ):
             binding._keep_change(tensor)
             binding.user = None
             continue
         try:
-            tensor.data = binding.home
+            tensor.data = binding.host_view
         except RuntimeError:
-            assign(tensor, binding.home)
+            assign(tensor, binding.host_view)
         if with_grad and not tensor.is_inference():
             # What autograd saved shows memory that is used again: a backward must raise. It saves
             # frozen weights too, where the gradient of an input goes through them.
@@ -263,11 +299,14 @@ def put_back_all(  # noqa: C901 - no call more for each tensor
 
 
 def note_changes(
-    edited: Iterable[Binding], members: Iterable[Binding], values: Mapping[str, torch.Tensor]
+    edited: Iterable[ParameterBinding],
+    members: Iterable[ParameterBinding],
+    values: Mapping[str, torch.Tensor],
 ) -> None:
-    """Tensors of a group with these `values` were edited: see which are changing all the time.
+    """Count that tensors of a group with these `values` were edited, and write back from now on
+    those that change all the time.
 
-    Buffers may be, and what shares memory with them. Parameters are edited by somebody, once.
+    Buffers may, and what shares memory with them. Parameters are edited by somebody, once.
     """
     often = set()
     for binding in edited:
@@ -278,4 +317,5 @@ def note_changes(
         blocks = [{view.name for view in block.views} for block, _ in blocks_of(values)]
         together = {name for names in blocks if names & often for name in names}
         for binding in members:
-            binding.changing = binding.changing or binding.name in together
+            if binding.name in together:
+                binding.policy = BindingPolicy.WRITE_BACK
