@@ -247,7 +247,7 @@ def _planned_passes(
     )
     clock = PlanClock(plan, [bandwidth.get(way) for way in ways])
     begun, stalled, lowest = -seconds, -seconds, plan.tiers[-1]
-    reads = Counter(copy.group for copy in lowest.copies)
+    reads = Counter(copy.group for copy in lowest.copies if not copy.offset)  # once for all tiles
     entered = Counter(each.group for each in lowest.start if lowest.tier not in there[each.group])
     for number in range(passes):
         end = clock.run_pass()

@@ -73,7 +73,8 @@ class Machine:
         follower = self.follower
         if follower.ended[0] < follower.arrivals:
             return False
-        step, planned = follower.step, follower.planned
+        number = follower.steps % len(self.plan.steps)
+        step, planned = self.plan.loop.steps[number], self.plan.steps[number]
         for _ in range(2):
             for group, address in zip(step.groups, planned.addresses, strict=True):
                 nbytes = self.plan.loop.sizes[group]
@@ -88,16 +89,6 @@ class Machine:
             level = self._chance.randrange(len(self.memory))
             self._chance.choice([self.begin_copy, self.end_copy])(level)
 
-    def assert_intact(self) -> None:
-        """`intact` tells all that is whole, and nothing else."""
-        for level, memory in enumerate(self.memory):
-            told = np.full(len(memory), -1)
-            for each in self.follower.intact(level):
-                told[each.address // UNIT :][: each.nbytes // UNIT] = self.value(
-                    each.group, each.offset, each.nbytes
-                )
-            assert (told == memory).all()
-
     def run(self, steps: int) -> None:
         stuck = 0
         while self.follower.steps < steps:
@@ -107,9 +98,6 @@ class Machine:
             after = (self.follower.steps, *self.follower.begun, *self.follower.ended)
             stuck = stuck + 1 if before == after else 0
             assert stuck < 1000, "nothing may begin any more"
-            if self._chance.random() < 0.1:
-                self.assert_intact()
-        self.assert_intact()
 
 
 def plans(count: int) -> list[tuple[int, Case, LoopPlan]]:
@@ -129,7 +117,7 @@ def test_follower_finds_every_group_in_any_interleaving() -> None:
 def test_follower_reads_ahead_into_the_next_pass() -> None:
     """It begins copies of the next pass as soon as their room is free."""
     ahead = 0
-    for _, _, plan in plans(40):
+    for _, _, plan in plans(60):
         machine = Machine(plan, random.Random(0))
         while machine.follower.steps < len(plan.steps):
             while any([machine.begin_copy(level) for level in range(len(plan.tiers))]) or any(

@@ -52,6 +52,14 @@ def test_resident_groups_are_not_missing(plan: LoopPlan) -> None:
     assert plan.missing(only_device) == {TO_DEVICE: 0, TO_HOST: in_host}, "nothing is copied back"
 
 
+def test_cut_groups_are_those_of_several_tiles(plan: LoopPlan) -> None:
+    copied = {copy.group for tier in plan.tiers for copy in tier.copies}
+    assert plan.cut_groups == copied, "tiles have two pages"
+    whole = plan_loop(LOOP, with_device(60, 60), SPEED, 5 * PAGE)
+    assert whole is not None
+    assert not whole.cut_groups
+
+
 def test_plan_that_is_timed_anew_moves_the_same(plan: LoopPlan) -> None:
     seconds = [0.1 * number for number in range(12)]
     timed = plan.timed(seconds)

@@ -116,6 +116,43 @@ def test_group_that_neighbours_share_is_fetched_once() -> None:
     assert copied.count(1) in (0, 4)
 
 
+def test_group_stays_in_host_memory_as_a_whole() -> None:
+    plan = planned(PAGES, with_device(60, 60), tile=PAGE)
+    assert plan.tiers[1].start
+    for tier in plan.tiers:
+        assert all((each.offset, each.nbytes) == (0, 4 * PAGE) for each in tier.start)
+
+
+def test_large_groups_pass_through_a_small_ring() -> None:
+    """Only tiles of them are in host memory on their way to the device."""
+    plan = planned(plain([[9]] * 8), with_device(45, 4), tile=PAGE)
+    assert plan.top.copies
+    assert plan.tiers[1].nbytes <= 4 * PAGE
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.001, 0.05, 1.0])
+def test_rings_leave_half_of_each_budget(seconds: float) -> None:
+    """Even if larger ones would even out more."""
+    steps = [Step(s.unit, s.groups, seconds * (n % 4)) for n, s in enumerate(PAGES.steps)]
+    for device, host in [(60, 40), (80, 20), (100, 44)]:
+        plan = planned(Loop(tuple(steps), PAGES.sizes), with_device(device, host))
+        for tier, budget in zip(plan.tiers, (device, host), strict=True):
+            ring = tier.nbytes - sum(each.nbytes for each in tier.start)
+            assert ring <= budget * PAGE // 2
+
+
+def test_group_that_may_not_be_cut_moves_as_a_whole() -> None:
+    loop, budgets = plain([[9]] * 8), with_device(20, 10)
+    whole = set(range(0, 8, 2))
+    plan = plan_loop(loop, budgets, SPEED, PAGE, whole)
+    assert plan is not None
+    verify(plan, budgets)
+    for tier in plan.tiers:
+        assert {copy.nbytes for copy in tier.copies if copy.group in whole} == {9 * PAGE}
+        assert {copy.nbytes for copy in tier.copies if copy.group not in whole} == {PAGE}
+    assert plan_loop(loop, with_device(20, 4), SPEED, PAGE, whole) is None
+
+
 def test_speeds_are_not_needed() -> None:
     plan = plan_loop(PAGES, with_device(60, 40), {}, 2 * PAGE)
     assert plan is not None
@@ -172,7 +209,7 @@ def test_clock_of_a_plan_is_that_of_its_slowest_part() -> None:
 
 def test_clock_hides_reading_behind_computing() -> None:
     loop = plain([[4]] * 8, seconds=1.0)
-    plan = planned(loop, on_host(16), tile=PAGE)
+    plan = planned(loop, on_host(24), tile=PAGE)
     assert seconds_per_pass(plan, [4.0 * PAGE]) == pytest.approx(8.0)
     assert seconds_per_pass(plan, [math.inf]) == pytest.approx(8.0)
     assert seconds_per_pass(plan, [PAGE / 1.0]) >= plan.bytes_read / PAGE

@@ -77,7 +77,7 @@ def test_a_trace_uses_the_groups_that_it_has(trace: Trace) -> None:
 def test_what_is_claimed_of_the_policies_holds() -> None:
     """Bytes and virtual seconds only: the cost of planning is measured by the bench itself."""
     parts = [word for part in ("missed", "hierarchy", "prefetch") for word in ("--only", part)]
-    output = output_of("tools/bench/policies.py", "--small", *parts)
+    output = output_of("-m", "tools.bench", "policies", "--small", *parts)
     claims = [line for line in output.split("## Claims")[1].splitlines() if line]
     assert len(claims) == 7
     # Of a recorded run, which is short, what is missed until its order is known is more than the

@@ -84,7 +84,7 @@ def test_step_of_training_moves_little_more_than_it_must(cell: int) -> None:
 
 @pytest.mark.full("a whole benchmark in small; its figures are looked at above")
 def test_bench_of_planned_loops_holds_its_claims() -> None:
-    output = output_of("tools/bench/loop_plans.py", "--small")
+    output = output_of("-m", "tools.bench", "loop_plans", "--small")
     claims = [line for line in output.split("## Claims")[1].splitlines() if line]
     others = [line for line in claims if WITH_ENCODER not in line]
     assert len(others) == len(claims) - 1 >= 8

@@ -16,9 +16,10 @@ from tests.conformance.archive import ARCHIVE, archive
 from tests.helpers.engine import core_of
 from tests.histories import logs
 from tests.store.helpers import PAGE, on_both, open_store, pages, wait_until_idle
-from tierstore import Access, BudgetError, TierStore
+from tierstore import Access, TierStore
 from tierstore.engine.engine import Engine
 from tierstore.engine.settings import Settings, TierSettings
+from tierstore.errors import BudgetError
 from tierstore.model import events
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy

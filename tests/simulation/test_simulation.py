@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierstore.model.errors import BudgetError
+from tierstore.errors import BudgetError
 from tierstore.model.events import Arrived, Event
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Tier

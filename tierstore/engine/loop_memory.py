@@ -47,6 +47,16 @@ class KeyedPlan:
     own: tuple[StepKeys, ...]
 
 
+def moves_as_a_whole(core: Core, entry: GroupEntry) -> bool:
+    """Return whether a group may not move in tiles: it cannot be read in parts, or a tile would
+    reach beyond its room on the device, where bytes of others may still be in use."""
+    if core.tiers.device is not None and any(
+        run.device_offset > run.host_offset for run in entry.spec.runs
+    ):
+        return True
+    return not core.tiers.reader.may_read_parts(entry)
+
+
 class LeaseSource(Protocol):
     """Acquires groups as any caller of the store would."""
 
@@ -143,12 +153,16 @@ class LoopMemory:
 
     @transaction
     def find_groups(self) -> bool:
-        """Look up the groups. Returns False if one is gone, or has another size."""
+        """Look up the groups. Returns False if one is gone, or has another size, or if it was
+        planned to move in tiles, but has to move as a whole."""
         core, keyed = self.core, self.keyed
         core.check_open()
         groups = [core.current.get(key) for key in keyed.groups]
         self.entries = [core.mover.entry(group) for group in groups if group is not None]
-        return keyed.plan.loop.sizes == tuple(entry.spec.nbytes for entry in self.entries)
+        sizes = tuple(entry.spec.nbytes for entry in self.entries)
+        return keyed.plan.loop.sizes == sizes and not any(
+            moves_as_a_whole(core, self.entries[group]) for group in keyed.plan.cut_groups
+        )
 
     @transaction
     def others_have_leases(self) -> bool:
@@ -184,7 +198,7 @@ class LoopMemory:
         self._make(ring)
         for each in ring.passing():
             if ring is self.rings[-1]:
-                self.read(ring, each.group, each.address)
+                self.read(ring, each)
             else:
                 self._copy_up(ring, each, source, owner)
         for group in sorted(ring.kept):
@@ -224,14 +238,18 @@ class LoopMemory:
                 slot.while_locked(copy)
             device.up.synchronize()
 
-    def read(self, ring: LoopRing, group: int, address: int) -> None:
-        """Read a group to its place in host memory. Raises what the disk does."""
-        entry, journal = self.entries[group], self.core.mover.journal
+    def read(self, ring: LoopRing, there: Resident) -> None:
+        """Read bytes of a group to their place in host memory. Raises what the disk does."""
+        entry, journal = self.entries[there.group], self.core.mover.journal
+        reader = self.core.tiers.reader
         span = Span(hop(Tier.DISK, ring.tier), entry.group.key)
         journal.begin(span)
         try:
-            room = ring.part(address, entry.spec.nbytes).numpy().data
-            span.nbytes = self.core.tiers.reader.read(entry, room)
+            room = ring.part(there.address, there.nbytes).numpy().data
+            if there.nbytes == entry.spec.nbytes:
+                span.nbytes = reader.read(entry, room)
+            else:
+                span.nbytes = reader.read_part(entry, room, there.offset)
             journal.count(span.kind, span.nbytes)
         except BaseException:
             span.note = "failed"
@@ -286,9 +304,9 @@ class LoopMemory:
             else:
                 slot = below.entry.slots[below.tier]
                 source = below.part(copy.source, copy.nbytes)
-            target = ring.part(copy.target, copy.nbytes)
-            places = [(there, here) for here, there in parts_of(entry.spec, source, target)]
-            yield slot, places
+            target = ring.part(copy.target - copy.offset, entry.spec.nbytes)
+            parts = parts_of(entry.spec, source, target, copy.offset)
+            yield slot, [(there, here) for here, there in parts]
 
     @transaction
     def _views_are_kept(self) -> bool:

@@ -40,7 +40,7 @@ from tierstore.model.tiers import Tier
 from tierstore.observe.device_times import Mark
 from tierstore.observe.journal import STALL, FollowedPlan, LeaseUse, Span, hop
 from tierstore.plan.loop_follower import LoopFollower
-from tierstore.plan.loop_plan import TileCopy
+from tierstore.plan.loop_plan import Resident, TileCopy
 from tierstore.system.files import READ_BLOCK
 from tierstore.system.streams import entered
 from tierstore.tiers.device_tier import copy_all
@@ -48,7 +48,7 @@ from tierstore.tiers.mover import without_frames
 from tierstore.tiers.workers import EARLY
 
 READS = 4
-"""Groups that are read at the same time, if the plan lets so many begin."""
+"""Tiles that are read at the same time, if the plan lets so many begin."""
 
 ANOTHER_STEP = "another step came"
 VIEW_IS_KEPT = "a view of a weight is kept"
@@ -339,7 +339,7 @@ class LoopRunner:
         device.times.tell(functools.partial(self._journal.end_between, span), began, ended)
 
     def _read_one(self, number: int) -> None:
-        """Read a group into the ring, on a thread of the disk's."""
+        """Read a tile into the ring, on a thread of the disk's."""
         last = len(self.memory.rings) - 1
         ring = self.memory.rings[last]
         copies = ring.planned.copies
@@ -372,13 +372,13 @@ class LoopRunner:
         self._arrived.set()
 
     def _read_into(self, ring: LoopRing, copy: TileCopy) -> float:
-        """Read a group once its place is free. Returns when the read began."""
+        """Read a tile once its place is free. Returns when the read began."""
         if self._device is not None:
             mark = self._copy_marks[copy.after]
             if mark is not None:  # the device may not have got that far
                 mark.event.synchronize()
         began = time.monotonic()
-        self.memory.read(ring, copy.group, copy.target)
+        self.memory.read(ring, Resident(copy.group, copy.offset, copy.nbytes, copy.target))
         return began
 
     @property

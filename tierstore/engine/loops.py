@@ -17,18 +17,19 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tierstore.engine.core import Core, LoopLeftError
 from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.leases import Leases
-from tierstore.engine.loop_memory import KeyedPlan, StepKeys
+from tierstore.engine.loop_memory import KeyedPlan, StepKeys, moves_as_a_whole
 from tierstore.engine.loop_runner import ANOTHER_STEP, VIEW_IS_KEPT, LoopRunner, StepLease
 from tierstore.engine.mutable_groups import MutableGroups
 from tierstore.engine.transaction import transact, transaction
+from tierstore.errors import TierStoreError
 from tierstore.lease import Lease
-from tierstore.model.errors import TierStoreError
+from tierstore.model.outline import tile_bytes
 from tierstore.model.tiers import HostAccess, Tier, UseOrder, in_memory
 from tierstore.plan.loop_plan import LoopPlan
 from tierstore.plan.loop_planner import plan_loop
@@ -177,12 +178,13 @@ class Loops:
         self.core = core
         self.runner: LoopRunner | None = None
         persistent = [tier for tier in core.planner.tiers if tier.persistent]
-        self.enabled = core.settings.tiers.link is None and len(persistent) == 1
+        self.enabled = not core.tiers.host.connected and len(persistent) == 1
         self._lease_table = lease_table
         self._leases = leases
         self._mutable_groups = mutable_groups
         self._threads = threading.local()
         self.refines = True
+        self.least_tile: int | None = None  # bytes, for tests
         self._used_by: dict[int, float] = {}
         _all.add(self)
 
@@ -377,7 +379,19 @@ class Loops:
     def _plan_for(self, planned: Planned, seconds: list[float]) -> None:
         loop, groups = as_loop(planned.steps, planned.sizes, seconds)
         planned.groups = tuple(groups)
-        planned.plan = plan_loop(loop, planned.budgets, planned.speeds, max(loop.sizes))
+        tile, whole = tile_bytes(planned.budgets, self.least_tile), self._whole(groups)
+        planned.plan = plan_loop(loop, planned.budgets, planned.speeds, tile, whole)
+
+    @transaction
+    def _whole(self, keys: Sequence[str]) -> set[int]:
+        """Return the numbers of the groups that may not move in tiles."""
+        core = self.core
+        groups = [core.current.get(key) for key in keys]
+        return {
+            number
+            for number, group in enumerate(groups)
+            if group is None or moves_as_a_whole(core, core.mover.entry(group))
+        }
 
     def _speeds(self) -> dict[tuple[Tier, Tier], float]:
         """Return the bytes per second of each way to a tier in memory, as far as it is known."""

@@ -37,6 +37,8 @@ LARGEST_LEAF_GROUP = 32 << 20
 
 TILE = 16 << 20
 """Bytes of a tile, at most: what one copy moves where a loop is planned."""
+LEAST_TILE = 4 << 20
+"""Smaller tiles cost more calls than their rings save bytes."""
 CRUMBS = 1024
 """One in so many bytes of a group: smaller units and tensors go with their neighbours, whatever
 these have, as a group costs more to move than they do."""
@@ -88,8 +90,16 @@ def tile_sizes(budgets: Mapping[Tier, int | None]) -> GroupSizes:
     """
     limits = [n for tier, n in budgets.items() if tier is not Tier.DISK and n is not None]
     smallest, fastest = min(limits), budgets[min(budgets)] or min(limits)
-    tile = max(min(TILE, smallest // shares.TILE // PAGE * PAGE), PAGE)
+    tile = tile_bytes(budgets)
     return GroupSizes(tile, max(tile, fastest // shares.PLANNED_BLOCK), smallest // 2)
+
+
+def tile_bytes(budgets: Mapping[Tier, int | None], least: int | None = None) -> int:
+    """Return the bytes of a tile, at most: so few that rings take little of each budget, but not
+    fewer than `least` (None: `LEAST_TILE`)."""
+    limits = [n for tier, n in budgets.items() if tier is not Tier.DISK and n is not None]
+    share = min(limits, default=TILE * shares.TILE) // shares.TILE // PAGE * PAGE
+    return max(min(TILE, share), LEAST_TILE if least is None else least)
 
 
 def tiles(nbytes: int, tile: int, alignment: int = PAGE) -> list[tuple[int, int]]:

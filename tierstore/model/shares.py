@@ -12,6 +12,7 @@ hold for every budget, such as the largest group, are where they are used.
     GROUP              the smallest budget   a group of a model
     LARGE_GROUP        the smallest budget   a group, where a smaller one is read too slowly
     TILE               the smallest budget   a tile, where a loop is planned
+    RING               a tier                a ring, unless no plan does with less
     PLANNED_BLOCK      the device            a block that is one unit
     SLICE              the fastest tier      a slice of a model in training
     STATE_GROUP        RAM                   a group of the optimizer's state
@@ -22,8 +23,6 @@ hold for every budget, such as the largest group, are where they are used.
     EARLY_IF_NAMED     a tier                the same, of what the caller named
     NAMED_AHEAD        a tier                what the caller named, up to what is fetched
     UNTIMED_AHEAD      a tier                the same, while no speed is known
-    STREAMED           RAM                   what is left to stream through beside what stays
-    LOOP               RAM                   a loop that is only a part of a larger one
     SCARCE             RAM                   what is free once saved activations are written
     PENDING            activations away      what stays on the device until it is copied
     READ_LEASES        free room in RAM      activations that are lent in place
@@ -47,6 +46,8 @@ LARGE_GROUP = 8
 to move; there, blocks of up to so much are units."""
 TILE = 128
 """Two of them are in transit on each tier, and a ring has room for a few."""
+RING = 2
+"""While a step uses the ring, others that need memory find only what is beside it."""
 PLANNED_BLOCK = 64
 """A unit and the one that comes next take room in which other groups could stay. Larger blocks are
 cut into leaves."""
@@ -71,15 +72,6 @@ NAMED_AHEAD = 2
 """Or else one group: what comes after them would push out the first."""
 UNTIMED_AHEAD = 4
 """Or else one group: how early is early enough is not known."""
-
-# What should stay in RAM -------------------------------------------------------------------------
-
-STREAMED = 6
-"""If `retention.AHEAD_GROUPS` of the largest groups are more, too little would stay: then nothing
-is chosen to stay."""
-LOOP = 2
-"""A loop of so few bytes is within a larger one, and that counts. A group that comes again before
-so many other bytes did is still there."""
 
 # Activations and files ---------------------------------------------------------------------------
 

@@ -10,11 +10,11 @@ the copy that should wait is early, and the one that it should wait for is late.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise, product
 
 from tierstore.model.tiers import Tier
-from tierstore.plan.loop_plan import LoopPlan, TierPlan
+from tierstore.plan.loop_plan import LoopPlan, Resident, TierPlan
 
 PASSES = 3
 """The first begins with empty rings; the second ends as the third one does."""
@@ -69,6 +69,16 @@ def _require_one_copy(tiers: Sequence[TierPlan]) -> None:
             stays = started - copied
 
 
+def _tile_by_tile(tier: TierPlan) -> Iterator[Resident]:
+    """What is there at the beginning of a pass, cut as it is copied in another pass."""
+    tiles: dict[int, set[tuple[int, int]]] = {}
+    for copy in tier.copies:
+        tiles.setdefault(copy.group, set()).add((copy.offset, copy.nbytes))
+    for each in tier.start:
+        for offset, nbytes in tiles.get(each.group, {(each.offset, each.nbytes)}):
+            yield Resident(each.group, offset, nbytes, each.address + offset - each.offset)
+
+
 class _Memory:
     """Which bytes of which group are where on one tier."""
 
@@ -121,7 +131,7 @@ class _Walk:
         self._ended = [0] * len(plan.tiers)  # copies
         self._memory = [_Memory() for _ in plan.tiers]
         for memory, tier in zip(self._memory, plan.tiers, strict=True):
-            for each in tier.start:
+            for each in _tile_by_tile(tier):
                 memory.write(each.address, each.nbytes, each.group, each.offset)
             whole = (memory.has(r.address, r.nbytes, r.group, r.offset) for r in tier.start)
             _require(all(whole), f"what {tier.tier} starts with overlaps")

@@ -97,11 +97,10 @@ class Resident:
 class TierPlan:
     """What happens on one tier. It takes `nbytes` of memory there.
 
-    `start` is there at the beginning of every pass: of a group all of it on the fastest tier, below
-    maybe only some of its tiles. `copies` are those of one pass into this tier.
-    `released` tells, for each step (or each copy into the tier above), how many of the copies may
-    have begun when it ends, counted from the first of this pass; more than there are in a pass
-    means copies of the next one.
+    `start` is there at the beginning of every pass, each group as a whole. `copies` are those of
+    one pass into this tier. `released` tells, for each step (or each copy into the tier above), how
+    many of the copies may have begun when it ends, counted from the first of this pass; more than
+    there are in a pass means copies of the next one.
     """
 
     tier: Tier
@@ -148,6 +147,12 @@ class LoopPlan:
     def bytes_read(self) -> int:
         """Bytes that are read from disk in each pass."""
         return self.tiers[-1].moved
+
+    @property
+    def cut_groups(self) -> set[int]:
+        """The groups of which only tiles are copied."""
+        copies = (copy for tier in self.tiers for copy in tier.copies)
+        return {copy.group for copy in copies if copy.nbytes < self.loop.sizes[copy.group]}
 
     def timed(self, seconds: Sequence[float]) -> LoopPlan:
         """Return the same plan of steps that compute for so long."""

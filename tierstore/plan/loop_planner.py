@@ -2,8 +2,8 @@
 
 The tiers are planned from the top down, each in the same way (`loop_tiers`): what a tier has to
 fetch is what the tier below is asked for. So the tiers have no group in common but what is on its
-way: what stays on the device needs no copy in host memory. On the fastest tier a group is
-contiguous, and stays or does not as a whole; below, each tile is by itself.
+way: what stays on the device needs no copy in host memory. A group stays as a whole or does not; on
+its way to the fastest tier, only tiles of it are in memory.
 
 How large the rings should be follows from the speeds: a larger ring evens out more, and leaves less
 room to what stays. A few sizes are tried on the virtual clock (`loop_timing`), and the best is
@@ -13,15 +13,16 @@ whatever the speeds turn out to be.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from tierstore.model import shares
 from tierstore.model.outline import TILE, tiles
 from tierstore.model.tiers import Tier, in_memory
 from tierstore.plan.loop_plan import Loop, LoopPlan
 from tierstore.plan.loop_tiers import TierDraft
 from tierstore.plan.loop_timing import seconds_per_pass
-from tierstore.plan.loop_waits import LoopPart, TierRequest
+from tierstore.plan.loop_waits import TierRequest, TiledGroup
 
 WORTH = 0.002
 """A ring that makes a pass shorter by less than this share is not worth more bytes."""
@@ -42,10 +43,12 @@ def plan_loop(
     budgets: Mapping[Tier, int | None],
     bandwidth: Mapping[tuple[Tier, Tier], float],
     tile: int = TILE,
+    whole: Collection[int] = (),
 ) -> LoopPlan | None:
     """Plan a loop for these budgets (bytes; None: no limit), at these speeds (bytes per second).
 
-    `tile` is in bytes, a multiple of a page. Returns None if the budgets are too small for any
+    Groups move in tiles of up to `tile` bytes, a multiple of a page; those in `whole` (by number)
+    move as they are. Returns None if the budgets are too small for any
     plan: then the loop is left to the planner that decides at each use.
     """
     memory = in_memory(budgets)
@@ -53,8 +56,11 @@ def plan_loop(
     speeds = [bandwidth.get((src, dst)) for src, dst in zip(sources, memory, strict=True)]
     every = loop.nbytes(range(len(loop.sizes)))
     limits = [every if budgets[tier] is None else budgets[tier] or 0 for tier in memory]
-    draft = _Drafter(loop, memory, limits, speeds, tile)
-    return draft.best()
+    groups = [
+        TiledGroup(((0, nbytes),) if number in whole else tuple(tiles(nbytes, tile)))
+        for number, nbytes in enumerate(loop.sizes)
+    ]
+    return _Drafter(loop, groups, memory, limits, speeds).best()
 
 
 class _Drafter:
@@ -63,22 +69,17 @@ class _Drafter:
     def __init__(
         self,
         loop: Loop,
+        groups: Sequence[TiledGroup],
         tiers: Sequence[Tier],
         limits: Sequence[int],
         speeds: Sequence[float | None],
-        tile: int,
     ) -> None:
         self._loop = loop
+        self._groups = groups
         self._tiers = tiers
         self._limits = limits
         self._speeds = speeds
-        self._tile = tile
-        self._groups = [
-            LoopPart(group, tuple(tiles(nbytes, tile))) for group, nbytes in enumerate(loop.sizes)
-        ]
-        self._single = [
-            LoopPart(part.group, (each,)) for part in self._groups for each in part.tiles
-        ]
+        self._tile = max(nbytes for group in groups for _, nbytes in group.tiles)
 
     def best(self) -> LoopPlan | None:
         """The plan whose passes are shortest; of about equal ones, that which moves the least."""
@@ -105,6 +106,8 @@ class _Drafter:
         lower = [min(USUAL_LOWER_RING * self._tile, limit) for limit in self._limits[1:]]
         found: _Timed | None = None
         for ring in self._top_rings():
+            if found is not None and ring > self._limits[0] // shares.RING:
+                break
             tried = self._timed(_Choice((ring, *lower), for_good), found)
             if found is not None and tried is not None and self._least(tried.plan) > found.seconds:
                 break  # a larger ring moves more bytes still
@@ -113,12 +116,13 @@ class _Drafter:
                 break  # nothing is waited for
         if found is None or not found.plan.top.copies:
             return found
-        for level, shares in [(level, LOWER_RINGS) for level in range(1, len(lower) + 1)] + [
+        for level, nearby in [(level, LOWER_RINGS) for level in range(1, len(lower) + 1)] + [
             (0, NEARBY)
         ]:
             rings = found.choice.rings
-            for share in shares:
-                ring = int(rings[level] * share)
+            most = max(self._limits[level] // shares.RING, rings[level])
+            for share in nearby:
+                ring = min(int(rings[level] * share), most)
                 choice = _Choice((*rings[:level], ring, *rings[level + 1 :]), for_good)
                 found = _better(found, self._timed(choice, found)) or found
         return found
@@ -126,9 +130,11 @@ class _Drafter:
     def _top_rings(self) -> Iterator[int]:
         """Rings of the fastest tier, the smallest first. How large one has to be depends on what
         stays for good, so each share of that is tried with all of them."""
-        ring = float(max(self._loop.sizes))
+        ring, most = float(max(self._loop.sizes)), self._limits[0] // shares.RING
         while ring < self._limits[0]:
             yield int(ring)
+            if ring < most < ring * RING_GROWTH:
+                yield most
             ring *= RING_GROWTH
         yield self._limits[0]
 
@@ -150,16 +156,16 @@ class _Drafter:
 
         `pace` has the bytes that are copied into each tier in a second, on average of a pass.
         """
-        loop, parts = self._loop, self._groups
+        loop, groups = self._loop, self._groups
         seconds = [step.seconds for step in loop.steps]
         if not any(seconds):
             seconds = [float(loop.nbytes(step.groups)) for step in loop.steps]
-        requests = requests_of(loop, parts)
+        requests = requests_of(loop, groups)
         users, drafts = len(loop.steps), list[TierDraft]()
         for tier, limit, ring, each in zip(
             self._tiers, self._limits, choice.rings, pace, strict=True
         ):
-            draft = TierDraft(tier, requests, users, parts)
+            draft = TierDraft(tier, requests, users, groups, is_fastest=not drafts)
             for_good = 0 if drafts else choice.for_good
             if not draft.fill(limit, ring, [each * spent for spent in seconds], for_good):
                 return None
@@ -167,7 +173,7 @@ class _Drafter:
                 drafts[-1].read_from(draft)
             drafts.append(draft)
             seconds = draft.seconds_with_copies(seconds, each)
-            requests, users, parts = draft.fetched(), draft.count, self._single
+            requests, users = draft.fetched(), draft.count
         return LoopPlan(loop, drafts[0].steps(loop), tuple(draft.plan() for draft in drafts))
 
 
@@ -206,14 +212,14 @@ def _better(one: _Timed | None, other: _Timed | None) -> _Timed | None:
     return min(one, other, key=lambda each: each.seconds)
 
 
-def requests_of(loop: Loop, parts: Sequence[LoopPart]) -> list[TierRequest]:
+def requests_of(loop: Loop, groups: Sequence[TiledGroup]) -> list[TierRequest]:
     """What the steps ask the fastest tier for. A group that is used again within `NEIGHBOURS` steps
     is asked for once: it stays where it is."""
     found: list[TierRequest] = []
     latest: dict[int, int] = {}
     for number, step in enumerate(loop.steps):
         for group in step.groups:
-            users = [number] * len(parts[group].tiles)
+            users = [number] * len(groups[group].tiles)
             before = latest.get(group)
             if before is not None and number - found[before].last <= NEIGHBOURS:
                 found[before] = replace(found[before], last=number, last_users=users)

@@ -1,35 +1,46 @@
 """Drafts what happens on one tier in the plan of a loop: addresses, copies, and their waits.
 
-Some of what is asked for stays between two requests (`loop_waits`). The rest passes through a ring,
-in the order of the loop. A pass goes through the ring a whole number of times, in rounds of about
-equal bytes, so that everything comes to the same address in every pass.
+Some groups stay between two requests (`loop_waits`). The others pass through a ring, in the order
+of the loop: as a whole on the fastest tier, where they are used, and tile by tile below, where each
+tile is only on its way. A pass goes through the ring a whole number of times, in rounds of about
+equal bytes, so that each tile comes to the same address in every pass.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 
 from tierstore.model.tiers import Tier
 from tierstore.plan.loop_plan import Loop, PlannedStep, Resident, TierPlan, TileCopy
-from tierstore.plan.loop_waits import LoopPart, Stay, TierRequest, choose_stays
+from tierstore.plan.loop_waits import Stay, TierRequest, TiledGroup, choose_stays
 
 
 class TierDraft:
-    """What happens on one tier: `requests` of some of the `parts` of the model, which come from
-    `users` steps or copies into the tier above. Requests are known by their numbers."""
+    """What happens on one tier: `requests` for some of the `groups`, which come from `users` steps
+    or copies into the tier above. Requests are known by their numbers.
+
+    A group that passes through the ring is contiguous there if the tier `is_fastest`.
+    """
 
     def __init__(
-        self, tier: Tier, requests: Sequence[TierRequest], users: int, parts: Sequence[LoopPart]
+        self,
+        tier: Tier,
+        requests: Sequence[TierRequest],
+        users: int,
+        groups: Sequence[TiledGroup],
+        *,
+        is_fastest: bool,
     ) -> None:
         self._tier = tier
         self._requests = requests
         self._users = users
-        self._parts = parts
+        self._groups = groups
+        self._is_fastest = is_fastest
         self._nbytes = 0
         self._start: list[Resident] = []
-        self._addresses: dict[int, int] = {}  # by request
+        self._addresses: dict[int, list[int]] = {}  # of each tile, by request
         self._fetched_for = list(range(len(requests)))  # which request fetches it; -1: none does
         self._last = list(range(len(requests)))  # which request is the last that finds it
         self._first_copy: dict[int, int] = {}  # by request that fetches
@@ -42,40 +53,47 @@ class TierDraft:
 
         For `floors` and `for_good`, see `choose_stays`. Returns False if the ring is too small.
         """
-        asked = {request.item for request in self._requests}
-        if sum(self._parts[item].nbytes for item in asked) <= limit:
+        asked = {request.group for request in self._requests}
+        if sum(self._groups[group].nbytes for group in asked) <= limit:
             ring = 0
-        if ring > limit:
-            return False
         if len(asked) == len(self._requests):
             for_good = limit  # all waits are equally long
-        stays = choose_stays(self._requests, self._parts, floors, limit - ring, for_good)
+        stays = choose_stays(self._requests, self._groups, floors, limit - ring, for_good)
         self._note_stays(stays)
         return self._pass_through(ring) and self._list_copies()
 
     def _note_stays(self, stays: Sequence[Stay]) -> None:
         """Which requests find what they ask for, and where it is then."""
         for stay in stays:
-            part, numbers = self._parts[stay.item], stay.requests
-            self._nbytes = max(self._nbytes, stay.address + part.nbytes)
+            group, numbers = self._groups[stay.group], stay.requests
+            self._nbytes = max(self._nbytes, stay.address + group.nbytes)
             if stay.for_good or numbers[-1] < numbers[0]:
-                self._start.append(Resident(part.group, part.offset, part.nbytes, stay.address))
+                self._start.append(Resident(stay.group, 0, group.nbytes, stay.address))
             for number in numbers:
-                self._addresses[number] = stay.address
+                self._addresses[number] = group.addresses(stay.address)
                 self._fetched_for[number] = -1 if stay.for_good else numbers[0]
                 self._last[number] = numbers[-1]
 
     def _pass_through(self, ring: int) -> bool:
         """Give what does not stay addresses in the ring."""
         passing = [n for n in range(len(self._requests)) if n not in self._addresses]
-        sizes = [self._parts[self._requests[number].item].nbytes for number in passing]
+        groups = [self._groups[self._requests[number].group] for number in passing]
+        if self._is_fastest:
+            sizes = [group.nbytes for group in groups]
+        else:
+            sizes = [nbytes for group in groups for _, nbytes in group.tiles]
         offsets = ring_offsets(sizes, ring)
         if offsets is None:
             return False
         base = self._nbytes
-        for number, offset, nbytes in zip(passing, offsets, sizes, strict=True):
-            self._addresses[number] = base + offset
-            self._nbytes = max(self._nbytes, base + offset + nbytes)
+        places = iter([base + offset for offset in offsets])
+        for number, group in zip(passing, groups, strict=True):
+            if self._is_fastest:
+                self._addresses[number] = group.addresses(next(places))
+            else:
+                self._addresses[number] = list(islice(places, len(group.tiles)))
+        ends = (base + offset + nbytes for offset, nbytes in zip(offsets, sizes, strict=True))
+        self._nbytes = max(ends, default=base)
         return True
 
     def _list_copies(self) -> bool:
@@ -84,10 +102,9 @@ class TierDraft:
         for number, request in enumerate(self._requests):
             if self._fetched_for[number] == number:
                 self._first_copy[number] = len(self._copied)
-                part = self._parts[request.item]
-                for offset, nbytes in part.tiles:
-                    target = self._addresses[number] + offset - part.offset
-                    self._copied.append((part.group, offset, nbytes, target))
+                tiles, targets = self._groups[request.group].tiles, self._addresses[number]
+                for (offset, nbytes), target in zip(tiles, targets, strict=True):
+                    self._copied.append((request.group, offset, nbytes, target))
         self._afters = [0] * len(self._copied)
         self._sources = [(None, None)] * len(self._copied)
         occupied, released = _Occupied(), 0
@@ -112,15 +129,12 @@ class TierDraft:
     # What the other tiers need of it -------------------------------------------------------------
 
     def fetched(self) -> list[TierRequest]:
-        """What the tier below is asked for: each tile by itself."""
-        first_tile = list(accumulate((len(part.tiles) for part in self._parts), initial=0))
+        """What the tier below is asked for."""
         found = []
         for number, first in self._first_copy.items():
-            request = self._requests[number]
-            for tile in range(len(request.users)):
-                item = first_tile[request.item] + tile
-                users = [first + tile]
-                found.append(TierRequest(item, request.first, request.first, users, users))
+            group, step = self._requests[number].group, self._requests[number].first
+            users = range(first, first + len(self._groups[group].tiles))
+            found.append(TierRequest(group, step, step, users, users))
         return found
 
     def read_from(self, below: TierDraft) -> None:
@@ -131,21 +145,22 @@ class TierDraft:
                 ready = below._first_copy[fetched]
                 if fetched > number:
                     ready -= below.count
-            (copy,) = request.users
-            self._sources[copy] = below._addresses[number], ready
+            for tile, copy in enumerate(request.users):
+                source = below._addresses[number][tile]
+                self._sources[copy] = source, None if ready is None else ready + tile
 
     def seconds_with_copies(self, seconds: Sequence[float], pace: float) -> list[float]:
         """How long each step takes at least, as its groups have to be copied to this tier."""
         copied = [0.0] * len(seconds)
         for number in self._first_copy:
             request = self._requests[number]
-            copied[request.first] += self._parts[request.item].nbytes / pace
+            copied[request.first] += self._groups[request.group].nbytes / pace
         return [max(pair) for pair in zip(seconds, copied, strict=True)]
 
     def steps(self, loop: Loop) -> tuple[PlannedStep, ...]:
         """Where each step finds its groups on this tier."""
         where = {
-            (step, request.item): self._addresses[number]
+            (step, request.group): self._addresses[number][0]
             for number, request in enumerate(self._requests)
             for step in range(request.first, request.last + 1)
         }

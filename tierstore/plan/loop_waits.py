@@ -1,9 +1,9 @@
-"""Which parts of a loop wait on a tier between two uses, and at which addresses.
+"""Which groups of a loop wait on a tier between two uses, and at which addresses.
 
-Between two uses an item (a group, or a tile of one) either stays or is fetched again. To stay for a
-short time is worth most: each use that finds its item saves a copy, and a short wait takes room for
-a short time (Belady, "A study of replacement algorithms for a virtual-storage computer", 1966, on a
-cycle). In a plain loop all waits are equally long, and any choice of as many bytes saves as much.
+Between two uses a group either stays or is fetched again. To stay for a short time is worth most:
+each use that finds its group saves a copy, and a short wait takes room for a short time (Belady, "A
+study of replacement algorithms for a virtual-storage computer", 1966, on a cycle). In a plain loop
+all waits are equally long, and any choice of as many bytes saves as much.
 It is spread evenly then, so that a small ring is enough for the rest:
 
 - A step fetches what moves while it computes, at the pace of the whole pass: else the copies would
@@ -11,8 +11,8 @@ It is spread evenly then, so that a small ring is enough for the rest:
 - What has to be fetched beyond that is spread over the steps in equal parts: the ring has room for
   all that one step fetches.
 
-That is worked out for single tiles first, and then rounded to items, so that what is rounded off in
-one step is made good in the next.
+That is worked out for single tiles first, and then rounded to groups, so that what is rounded off
+in one step is made good in the next.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 LEAD = 2
-"""Steps before its first use from which an item that stays for some uses has its room: it takes
+"""Steps before its first use from which a group that stays for some uses has its room: it takes
 that long to arrive."""
 
 ROUNDING = 2048
@@ -35,33 +35,31 @@ Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class LoopPart:
-    """A group, or a tile of one, that stays as a whole or does not: the first byte and the bytes of
-    each of its tiles."""
+class TiledGroup:
+    """The tiles of a group: the first byte and the bytes of each."""
 
-    group: int
     tiles: tuple[tuple[int, int], ...]
-
-    @property
-    def offset(self) -> int:
-        """Its first byte in the group."""
-        return self.tiles[0][0]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all its tiles."""
-        return sum(nbytes for _, nbytes in self.tiles)
+        offset, nbytes = self.tiles[-1]
+        return offset + nbytes
+
+    def addresses(self, address: int) -> list[int]:
+        """Return where each tile is if all of the group is at `address`."""
+        return [address + offset for offset, _ in self.tiles]
 
 
 @dataclass(frozen=True, slots=True)
 class TierRequest:
-    """Steps `first` to `last` need an item on a tier.
+    """Steps `first` to `last` need a group on a tier.
 
     `users` tells by tile who reads it there first: the number of the step, or of the copy into the
     tier above; `last_users` tells who does so last.
     """
 
-    item: int
+    group: int
     first: int
     last: int
     users: Sequence[int]
@@ -70,10 +68,10 @@ class TierRequest:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """An item stays at an address for some requests (by number, in order). All but the first find
+    """A group stays at an address for some requests (by number, in order). All but the first find
     it there; all of them, if it stays `for_good`. They may go on in the next pass."""
 
-    item: int
+    group: int
     address: int
     requests: tuple[int, ...]
     for_good: bool
@@ -81,10 +79,10 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """The waits of an item that are equally long: from each of some requests to the next one. Its
+    """The waits of a group that are equally long: from each of some requests to the next one. Its
     room is taken in some `steps` if it stays."""
 
-    item: int
+    group: int
     requests: tuple[int, ...]
     length: int  # in steps
     steps: Numbers
@@ -92,7 +90,7 @@ class _Wait:
 
 def choose_stays(
     requests: Sequence[TierRequest],
-    items: Sequence[LoopPart],
+    groups: Sequence[TiledGroup],
     floors: Sequence[float],
     room: int,
     for_good: int,
@@ -100,28 +98,28 @@ def choose_stays(
     """Choose what stays between requests, within `room` bytes.
 
     `floors` are the bytes that move while each step computes. Requests come in the order of their
-    steps, and name items by number. First, up to `for_good` bytes are chosen that stay for good,
+    steps, and name groups by number. First, up to `for_good` bytes are chosen that stay for good,
     evenly; then others for their shortest waits.
     """
     count = len(floors)
-    by_item: dict[int, list[int]] = {}
+    by_group: dict[int, list[int]] = {}
     for number, request in enumerate(requests):
-        by_item.setdefault(request.item, []).append(number)
-    firsts = {item: requests[numbers[0]].first for item, numbers in by_item.items()}
-    order = _even_order(items, firsts, floors)
-    stay = _even_part(items, firsts, order, min(for_good, room))
+        by_group.setdefault(request.group, []).append(number)
+    firsts = {group: requests[numbers[0]].first for group, numbers in by_group.items()}
+    order = _even_order(groups, firsts, floors)
+    stay = _even_part(groups, firsts, order, min(for_good, room))
     waits = [
         wait
-        for item, numbers in by_item.items()
-        if item not in stay
+        for group, numbers in by_group.items()
+        if group not in stay
         for wait in _waits_of(requests, numbers, count)
     ]
-    left = room - sum(items[item].nbytes for item in stay)
-    waits.sort(key=lambda wait: (wait.length, -order[wait.item][-1]))
-    kept = {item: set(numbers if item in stay else ()) for item, numbers in by_item.items()}
-    for wait in _admitted(waits, items, left, count):
-        kept[wait.item].update(wait.requests)
-    return _placed(kept, requests, by_item, items, count, room)
+    left = room - sum(groups[group].nbytes for group in stay)
+    waits.sort(key=lambda wait: (wait.length, -order[wait.group][-1]))
+    kept = {group: set(numbers if group in stay else ()) for group, numbers in by_group.items()}
+    for wait in _admitted(waits, groups, left, count):
+        kept[wait.group].update(wait.requests)
+    return _placed(kept, requests, by_group, groups, count, room)
 
 
 def _waits_of(requests: Sequence[TierRequest], numbers: list[int], count: int) -> Iterator[_Wait]:
@@ -139,18 +137,18 @@ def _waits_of(requests: Sequence[TierRequest], numbers: list[int], count: int) -
         if first < 0:
             taken[first:] = True
     for length, found in by_length.items():
-        item = requests[numbers[0]].item
-        yield _Wait(item, tuple(found), length, np.flatnonzero(steps[length]))
+        group = requests[numbers[0]].group
+        yield _Wait(group, tuple(found), length, np.flatnonzero(steps[length]))
 
 
 # What stays ---------------------------------------------------------------------------------------
 
 
 def _even_order(
-    items: Sequence[LoopPart], firsts: Mapping[int, int], floors: Sequence[float]
+    groups: Sequence[TiledGroup], firsts: Mapping[int, int], floors: Sequence[float]
 ) -> dict[int, list[float]]:
-    """For each tile of an item, a number: the higher, the rather it should stay. `firsts` are the
-    steps that need each item first.
+    """For each tile of a group, a number: the higher, the rather it should stay. `firsts` are the
+    steps that need each group first.
 
     Up to its floor, each step fetches the same share of it; beyond, as many bytes as the others.
     Steps of one kind are shifted against each other by a sequence of low discrepancy, so that they
@@ -158,13 +156,13 @@ def _even_order(
     """
     order: dict[int, list[float]] = {}
     before: dict[int, float] = {}
-    for item, step in firsts.items():
-        order[item] = []
-        for _, nbytes in items[item].tiles:
+    for group, step in firsts.items():
+        order[group] = []
+        for _, nbytes in groups[group].tiles:
             fetched = before.get(step, 0.0)
             before[step] = fetched + nbytes
             fetched += nbytes * _van_der_corput(step)
-            order[item].append(fetched / floors[step] if fetched < floors[step] else 1 + fetched)
+            order[group].append(fetched / floors[step] if fetched < floors[step] else 1 + fetched)
     return order
 
 
@@ -183,55 +181,54 @@ def _van_der_corput(number: int) -> float:
 
 
 def _even_part(
-    items: Sequence[LoopPart],
+    groups: Sequence[TiledGroup],
     firsts: Mapping[int, int],
     order: Mapping[int, Sequence[float]],
     room: int,
 ) -> set[int]:
     """Items of up to `room` bytes, spread evenly over the steps.
 
-    For that, tiles are chosen in their order; then, step by step, items that have about as many
+    For that, tiles are chosen in their order; then, step by step, groups that have about as many
     bytes as those tiles. What is rounded off is for the next step.
     """
-    if sum(items[item].nbytes for item in firsts) <= room:
+    if sum(groups[group].nbytes for group in firsts) <= room:
         return set(firsts)
     sizes: dict[int, dict[int, int]] = {}
-    for item, step in firsts.items():
-        sizes.setdefault(step, {})[item] = items[item].nbytes
+    for group, step in firsts.items():
+        sizes.setdefault(step, {})[group] = groups[group].nbytes
     wanted = dict.fromkeys(sizes, 0)
     left = room
     tiles = [
-        (-at, item, nbytes)
-        for item in firsts
-        for at, (_, nbytes) in zip(order[item], items[item].tiles, strict=True)
+        (-at, group, nbytes)
+        for group in firsts
+        for at, (_, nbytes) in zip(order[group], groups[group].tiles, strict=True)
     ]
-    for _, item, nbytes in sorted(tiles):
+    for _, group, nbytes in sorted(tiles):
         stays = min(nbytes, left)
         left -= stays
-        wanted[firsts[item]] += stays
-    half = sum(items[item].nbytes for item in firsts) // len(firsts) // 2  # rounds up, too
-    chosen: dict[int, int] = {}
-    left = half
+        wanted[firsts[group]] += stays
+    half = sum(groups[group].nbytes for group in firsts) // len(firsts) // 2  # rounds up, too
+    stay = {group: groups[group].nbytes for group in firsts}
+    due = half
     for step in sorted(sizes):
-        left += wanted[step]
-        found = largest_sum(sizes[step], left)
-        left -= sum(sizes[step][item] for item in found)
-        chosen.update((item, sizes[step][item]) for item in found)
-    while left < half:
-        item = min(chosen, key=lambda item: (chosen[item] < half - left, chosen[item], -item))
-        left += chosen.pop(item)
-    return set(chosen)
+        due += sum(sizes[step].values()) - wanted[step]
+        for group in largest_sum(sizes[step], due):
+            due -= stay.pop(group)
+    while due > half:
+        group = min(stay, key=lambda group: (stay[group] < due - half, stay[group], -group))
+        due -= stay.pop(group)
+    return set(stay)
 
 
 def _admitted(
-    waits: Iterable[_Wait], items: Sequence[LoopPart], room: int, count: int
+    waits: Iterable[_Wait], groups: Sequence[TiledGroup], room: int, count: int
 ) -> Iterator[_Wait]:
     """Those of the waits for which there is still room, in their order."""
     load = np.zeros(count, dtype=np.int64)
     taken: dict[int, npt.NDArray[np.bool_]] = {}
     for wait in waits:
-        mask = taken.setdefault(wait.item, np.zeros(count, dtype=np.bool_))
-        added, nbytes = wait.steps[~mask[wait.steps]], items[wait.item].nbytes
+        mask = taken.setdefault(wait.group, np.zeros(count, dtype=np.bool_))
+        added, nbytes = wait.steps[~mask[wait.steps]], groups[wait.group].nbytes
         if not len(added) or int(load[added].max()) + nbytes <= room:
             load[added] += nbytes
             mask[wait.steps] = True
@@ -265,9 +262,9 @@ def largest_sum(sizes: Mapping[int, int], room: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Arc:
-    """Waits that follow each other: an item stays for all of these requests, at one address."""
+    """Waits that follow each other: a group stays for all of these requests, at one address."""
 
-    item: int
+    group: int
     first: int  # step; the last one is `first + length`
     length: int
     requests: tuple[int, ...]
@@ -276,44 +273,44 @@ class _Arc:
 def _placed(
     kept: Mapping[int, Container[int]],
     requests: Sequence[TierRequest],
-    by_item: Mapping[int, list[int]],
-    items: Sequence[LoopPart],
+    by_group: Mapping[int, list[int]],
+    groups: Sequence[TiledGroup],
     count: int,
     room: int,
 ) -> list[Stay]:
-    """Give each item that stays an address: no two are at the same bytes at the same time.
+    """Give each group that stays an address: no two are at the same bytes at the same time.
 
-    `kept` tells of each item the requests after which it stays. Those that stay for good come
+    `kept` tells of each group the requests after which it stays. Those that stay for good come
     first, one behind the other. The others go where they fit, the longest first. One that fits
     nowhere does not stay.
     """
     stays: list[Stay] = []
     end = 0
     arcs: list[_Arc] = []
-    for item, numbers in by_item.items():
-        if all(number in kept[item] for number in numbers):
-            stays.append(Stay(item, end, tuple(numbers), for_good=True))
-            end += items[item].nbytes
+    for group, numbers in by_group.items():
+        if all(number in kept[group] for number in numbers):
+            stays.append(Stay(group, end, tuple(numbers), for_good=True))
+            end += groups[group].nbytes
         else:
-            arcs += _arcs(requests, numbers, kept[item], count)
+            arcs += _arcs(requests, numbers, kept[group], count)
     spans = np.zeros((len(arcs), 4), dtype=np.int64)  # first step, length, address, bytes
     placed = 0
-    for arc in sorted(arcs, key=lambda arc: (-arc.length, -items[arc.item].nbytes, arc.first)):
-        there, nbytes = spans[:placed], items[arc.item].nbytes
+    for arc in sorted(arcs, key=lambda arc: (-arc.length, -groups[arc.group].nbytes, arc.first)):
+        there, nbytes = spans[:placed], groups[arc.group].nbytes
         behind, ahead = (there[:, 0] - arc.first) % count, (arc.first - there[:, 0]) % count
         meet = (behind <= arc.length + LEAD) | (ahead <= there[:, 1] + LEAD)
         address = _first_gap(there[meet, 2:].tolist(), end, nbytes)
         if address + nbytes <= room:
             spans[placed] = arc.first, arc.length, address, nbytes
             placed += 1
-            stays.append(Stay(arc.item, address, arc.requests, for_good=False))
+            stays.append(Stay(arc.group, address, arc.requests, for_good=False))
     return stays
 
 
 def _arcs(
     requests: Sequence[TierRequest], numbers: Sequence[int], kept: Container[int], count: int
 ) -> Iterator[_Arc]:
-    """The requests of an item that follow each other, where it is kept from one to the next."""
+    """The requests of a group that follow each other, where it is kept from one to the next."""
     following = dict(pairwise([*numbers, numbers[0]]))
     reached = {following[number] for number in numbers if number in kept}
     for begin in numbers:
@@ -324,7 +321,7 @@ def _arcs(
             found.append(following[found[-1]])
         first, last = requests[begin].first, requests[found[-1]].last
         length = last - first if found[-1] > begin else last - first + count
-        yield _Arc(requests[begin].item, first, length, tuple(found))
+        yield _Arc(requests[begin].group, first, length, tuple(found))
 
 
 def _first_gap(taken: Iterable[list[int]], start: int, nbytes: int) -> int:
