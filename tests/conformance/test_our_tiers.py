@@ -17,7 +17,7 @@ from tests.conformance.drivers import DriverConformance
 from tests.conformance.groups import CAPACITY, assert_shows, bytes_of, entry_of, tiers_in
 from tests.conformance.hops import HopConformance, Way
 from tests.helpers.threads import PATIENCE
-from tierstore.model.errors import TransferError
+from tierstore.errors import TransferError
 from tierstore.model.moves import Copy, Drop, Forget, Reserve
 from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Journal
@@ -101,7 +101,7 @@ class TestDevice(DriverConformance):
         for entry in (there, coming, torn):
             driver.reserve(entry)
             self.bring(driver, entry, bytes_of(entry))
-        there.arrival = torch.Event()
+        there.slots[Tier.DEVICE].arrival = torch.Event()
         driver.rebuild([there, coming, torn], {coming.group})
         assert [driver.holds(entry) for entry in (there, coming, torn)] == [True, True, False]
         assert_shows(driver.view(there), there, bytes_of(there))

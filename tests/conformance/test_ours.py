@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -52,9 +52,6 @@ class Faulty:
 
     def dropped(self, group: GroupId, tier: Tier) -> None:
         self.right.dropped(group, tier)
-
-    def keep(self, numbers: Collection[int], nearer: float) -> None:
-        self.right.keep(numbers, nearer)
 
     def victims(self, tier: Tier, rival: GroupId | None) -> Iterator[GroupId]:
         return self.right.victims(tier, rival)

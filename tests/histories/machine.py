@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tests.histories.books import Books
 from tests.histories.logs import write_log
+from tierstore.errors import BudgetError
 from tierstore.model import events
-from tierstore.model.errors import BudgetError
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder

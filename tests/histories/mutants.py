@@ -11,8 +11,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from tierstore.errors import BudgetError
 from tierstore.model import events
-from tierstore.model.errors import BudgetError
 from tierstore.model.events import Event
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction

@@ -51,6 +51,7 @@ def test_what_was_saved_stays_saved(policy: str, seed: int, tmp_path: Path) -> N
     play(seed, policy, 60, remote=True, logs=tmp_path)
 
 
+@pytest.mark.full("the control of four tiers; test_seeded_faults.py has that of three")
 @pytest.mark.parametrize(
     ("mutant", "symptom"),
     [

@@ -11,7 +11,7 @@ import pytest
 
 from tests.histories import mutants
 from tests.histories.machine import Kind, World, land_all
-from tierstore.model.errors import BudgetError
+from tierstore.errors import BudgetError
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop
 from tierstore.model.tiers import Access, Tier
@@ -134,7 +134,7 @@ class RefusesTheUnexpected:
         self._schedule = schedule
         self._ranked = policy_named("next-use", schedule)
         self.admitted, self.used = self._ranked.admitted, self._ranked.used
-        self.dropped, self.keep = self._ranked.dropped, self._ranked.keep
+        self.dropped = self._ranked.dropped
 
     def victims(self, tier: Tier, rival: GroupId | None) -> Iterator[GroupId]:
         ranked = self._ranked.victims(tier, rival)

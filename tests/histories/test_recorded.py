@@ -23,6 +23,10 @@ CASES = [
 ]
 
 
+@pytest.mark.long(
+    "the rest of 4,000 histories",
+    keep=[f"{policy}-{first}" for policy, first in CASES if first % (3 * recorded.AT_ONCE) == 0],
+)
 @pytest.mark.full(
     "thousands of histories, for changes of the planner's structure; a hundred show most of them",
     keep=[f"{policy}-0" for policy in recorded.POLICIES],

@@ -7,8 +7,8 @@ import re
 
 import pytest
 
-from tierstore.model import errors
-from tierstore.model.errors import (
+from tierstore import errors
+from tierstore.errors import (
     BudgetError,
     CorruptDataError,
     DuplicateKeyError,

@@ -92,6 +92,7 @@ def test_a_program_says_so_in_words_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "run" / "s").exists()
 
 
+@pytest.mark.full("a process without those libraries")
 def test_models_are_offloaded_without_any_library_of_models(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.helpers.files import with_flipped_bit
+from tierstore.errors import CorruptDataError, InvalidHeaderError, TransferError
 from tierstore.model import groups
-from tierstore.model.errors import CorruptDataError, InvalidHeaderError, TransferError
 from tierstore.model.groups import DTYPE_SIZES, Block, Packing, TensorSpec, contiguous_stride, pack
 from tierstore.model.header import (
     FORMAT,

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.lanes import by_lane
+from tierstore.errors import TransferError
 from tierstore.model import header_reader
-from tierstore.model.errors import TransferError
 from tierstore.model.groups import Block, Packing, TensorSpec, block_of, pack
 from tierstore.model.header import HEADER_SUM, LENGTH_BYTES, NO_SUM, digest
 from tierstore.model.header_reader import HeaderReader

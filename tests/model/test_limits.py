@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tierstore.errors import InvalidHeaderError
 from tierstore.model import header as header_module
-from tierstore.model.errors import InvalidHeaderError
 from tierstore.model.header import (
     LENGTH_BYTES,
     LONGEST_SHOWN,

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.faults.interrupting import Interrupter
-from tierstore import ReentrantCallError
+from tierstore.errors import ReentrantCallError
 from tierstore.model import signal_handlers
 from tierstore.model.locks import (
     RLock,

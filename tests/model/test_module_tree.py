@@ -13,6 +13,7 @@ from tierstore.model.groups import Extent, FileTensor
 from tierstore.model.module_order import in_customary_order
 from tierstore.model.module_tree import cut_model, groups_of
 from tierstore.model.outline import (
+    LEAST_TILE,
     TILE,
     Need,
     needed_by,
@@ -199,10 +200,10 @@ def test_tiles_of_a_group_are_few_and_even(nbytes: int, tile: int) -> None:
 def test_tile_sizes_follow_from_the_budgets() -> None:
     large = tile_sizes({Tier.DEVICE: 12 << 30, Tier.HOST: 64 << 30, Tier.DISK: None})
     assert (large.group, large.block) == (TILE, (12 << 30) // 64)
-    small = tile_sizes({Tier.HOST: 64 << 20, Tier.DISK: None})
-    assert small.group == 512 << 10, "two in transit and a ring fit into a small budget, too"
-    assert small.block == 1 << 20
-    assert tile_sizes({Tier.HOST: 4096, Tier.DISK: None}).group == 4096
+    smaller = tile_sizes({Tier.HOST: 1 << 30, Tier.DISK: None})
+    assert smaller.group == 8 << 20, "two in transit and a ring fit into a small budget, too"
+    assert smaller.block == 16 << 20
+    assert tile_sizes({Tier.HOST: 4096, Tier.DISK: None}).group == LEAST_TILE
 
 
 def test_crumbs_stay_with_their_neighbours() -> None:

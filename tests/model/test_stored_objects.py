@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tierstore.errors import CorruptDataError
 from tierstore.model import objects
-from tierstore.model.errors import CorruptDataError
 from tierstore.model.groups import Block, Packing, TensorSpec, pack
 from tierstore.model.header import LENGTH_BYTES, Header, build_header, digest, parse_header
 from tierstore.model.objects import StoredObject, decode_object

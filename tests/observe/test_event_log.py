@@ -14,8 +14,8 @@ import pytest
 
 from tests.histories import logs, mutants
 from tests.histories.machine import MEMORY, REMOTE, World, play
+from tierstore.errors import TransferError
 from tierstore.model import events
-from tierstore.model.errors import TransferError
 from tierstore.model.events import Event
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve

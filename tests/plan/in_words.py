@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from tests.plan.driver import Driver, driver_of
 from tierstore.model.groups import GroupId
@@ -28,9 +28,6 @@ class ByName:
 
     def dropped(self, group: GroupId, tier: Tier) -> None:
         self._there[tier].remove(group)
-
-    def keep(self, numbers: Collection[int], nearer: float) -> None:
-        pass
 
     def victims(self, tier: Tier, rival: GroupId | None) -> Iterator[GroupId]:
         return iter(sorted(self._there[tier] - {rival}))

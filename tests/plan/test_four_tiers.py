@@ -7,7 +7,7 @@ import pytest
 
 from tests.plan.driver import Driver, driver_of
 from tests.plan.in_words import DEVICE, DISK, HOST, ByName, put, told
-from tierstore.model.errors import BudgetError
+from tierstore.errors import BudgetError
 from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 from tierstore.plan.schedule import LearnedOrder
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-
 import pytest
 
 from tests.histories.machine import Holder, World, land_all
 from tests.plan.driver import Driver, driver_of
-from tierstore.model.errors import BudgetError
+from tierstore.errors import BudgetError
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Reserve
 from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
-from tierstore.plan.matching import Numbers
-from tierstore.plan.policy import FarthestNextUse, RankingPolicy, policy_named
-from tierstore.plan.retention import RetentionSet, Seconds
+from tierstore.plan.policy import policy_named
 from tierstore.plan.schedule import LearnedOrder
 
 TWO = {Tier.HOST: 20, Tier.DISK: None}
@@ -309,39 +305,6 @@ def test_the_computing_after_a_hold_is_measured() -> None:
     planner.demand("b")
     hold(planner, "a")
     assert planner.computing_seconds("a") == 4.0
-
-
-class Chooses(RetentionSet):
-    """With each use a round begins, for which these should stay."""
-
-    chosen: Sequence[int] = ()
-
-    def round_of(self, number: int) -> int:
-        return 1
-
-    def begin_round(self, order: Numbers, nbytes: Numbers, seconds: Seconds, speed: float) -> None:
-        self.staying, self.nearer = self.chosen, 0.5
-
-
-def test_the_policy_is_told_who_should_stay_once_it_is_news() -> None:
-    told: list[tuple[list[int], float]] = []
-
-    class Listens(RankingPolicy):
-        def keep(self, numbers: Collection[int], nearer: float) -> None:
-            told.append((list(numbers), nearer))
-            super().keep(numbers, nearer)
-
-    schedule = LearnedOrder()
-    planner = driver_of(TWO, Listens(FarthestNextUse(schedule)), schedule)
-    chooses = planner.prefetcher.retention = Chooses(schedule, 20)
-    planner.register("a", 5)
-    planner.register("never there", 21)
-    planner.measure_transfer(Tier.DISK, Tier.HOST, 5, 0.0, 1.0)
-    told.clear()
-    for chooses.chosen in ([7], [7], [8, 9]):
-        hold(planner, "a")
-        planner.release_on_host("a")
-    assert told == [([7], 0.5), ([8, 9], 0.5)]
 
 
 @pytest.mark.parametrize("is_used", [True, False])

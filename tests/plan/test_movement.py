@@ -21,7 +21,7 @@ from tests.plan.in_words import (
     register,
     told,
 )
-from tierstore.model.errors import BudgetError
+from tierstore.errors import BudgetError
 from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 from tierstore.plan.matching import Numbers
 from tierstore.plan.planner import Planner

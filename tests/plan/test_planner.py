@@ -11,7 +11,7 @@ import pytest
 from tests.histories.machine import InjectedError, World
 from tests.plan.driver import Driver, driver_of
 from tests.plan.scans import Scan
-from tierstore.model.errors import BudgetError
+from tierstore.errors import BudgetError
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop
 from tierstore.model.tiers import Access, HostAccess, Tier

@@ -205,36 +205,6 @@ def test_a_link_is_four_times_as_fast_as_the_disk() -> None:
     assert names(policy.victims(Tier.DEVICE, None)) == ["e", "a", "c", "b"]
 
 
-def keeping(present: str, kept: str, nearer: float) -> RankingPolicy:
-    """`learned_cycle`, where the groups `kept` should stay in host memory."""
-    schedule = LearnedOrder()
-    policy = learned_cycle(present, schedule)
-    policy.keep([schedule.known.number(name) for name in kept], nearer)
-    return policy
-
-
-def test_what_should_stay_counts_as_needed_sooner() -> None:
-    """e comes in 5 uses. Half as far is between b and c, and 0.7 times between c and d."""
-    half, firm = keeping("abcde", "e", 0.5), keeping("abcde", "e", 0.7)
-    assert names(half.victims(Tier.HOST, None)) == ["d", "c", "e", "b", "a"]
-    assert names(firm.victims(Tier.HOST, None)) == ["d", "e", "c", "b", "a"]
-    firm.keep([], 1.0)
-    assert names(firm.victims(Tier.HOST, None)) == ["e", "d", "c", "b", "a"]
-
-
-def test_once_all_that_should_stay_are_there_a_prefetch_takes_none_of_them() -> None:
-    some, every = keeping("bcde", "ex", 0.5), keeping("bcde", "e", 0.5)
-    assert names(some.victims(Tier.HOST, GroupId("a", 1))) == ["d", "e"]
-    assert names(every.victims(Tier.HOST, GroupId("a", 1))) == ["d"]
-    assert names(every.victims(Tier.HOST, None)) == ["d", "c", "e", "b"]
-
-
-def test_what_should_stay_goes_first_all_the_same_if_it_stays_on_the_device() -> None:
-    """a stays there, so its host copy is not needed; e is about to leave."""
-    policy = twice_there(keeping("", "ae", 0.5), "abcde")
-    assert names(policy.victims(Tier.HOST, None)) == ["a", "d", "c", "e", "b"]
-
-
 def test_what_the_caller_expects_goes_last_the_soonest_last() -> None:
     schedule = LearnedOrder()
     policy = learned_cycle("abcde", schedule)
@@ -274,7 +244,6 @@ def test_what_the_policy_was_never_told_of_changes_nothing() -> None:
         policy.admitted(GroupId("a", 1), Tier.HOST)
         policy.used(GroupId("never seen", 1))
         policy.dropped(GroupId("never seen", 1), Tier.HOST)
-        policy.keep([], 1.0)
         assert names(policy.victims(Tier.HOST, None)) == ["a"]
 
 

@@ -41,8 +41,6 @@ class Reference:
         self.clock = 0
         self.seen: set[GroupId] = set()
         self.below = {tier for tier in tiers if tier > Tier.DISK}
-        self.kept: set[str] = set()
-        self.nearer = 1.0
 
     def admitted(self, key: GroupId, tier: Tier) -> None:
         self.on[tier].add(key)
@@ -61,10 +59,6 @@ class Reference:
         self.on[tier].discard(key)
         if key not in set().union(*self.on.values()):
             self.seen.discard(key)
-
-    def keep(self, names: Sequence[str], nearer: float) -> None:
-        """By age, what was used lately stays, whoever that is."""
-        self.kept, self.nearer = set(names if self.schedule is not None else ()), nearer
 
     def away(self, key: GroupId) -> float:
         """How many uses ahead the next one is; without a schedule, as far as the last lies back."""
@@ -118,16 +112,10 @@ class Reference:
             return self.cached(keys, rival)
         if tier.persistent:
             return {key: self.value(key) for key in keys}
-        all_there = self.kept <= {key.key for key in self.on[Tier.HOST]}
         found = {}
         for key in keys:
-            settled = self.settled(key)
-            stays = key.key in self.kept and not settled
-            if not (stays and all_there and rival is not None):
-                times = self.nearer if stays else 1.0
-                if key in self.on[Tier.DISK] and self.is_below(key):
-                    times *= 4.0
-                found[key] = self.value(key, times, settled)
+            cached = key in self.on[Tier.DISK] and self.is_below(key)
+            found[key] = self.value(key, 4.0 if cached else 1.0, self.settled(key))
         return found
 
 
@@ -151,10 +139,6 @@ class Pair:
         self.policy.used(key)
         self.reference.used(key)
         self.schedule.advance_past(key.key)
-
-    def keep(self, names: Sequence[str], nearer: float) -> None:
-        self.policy.keep([self.schedule.known.number(name) for name in names], nearer)
-        self.reference.keep(names, nearer)
 
     def compare(self, tier: Tier, rival: GroupId | None) -> None:
         expected = self.reference.victims(tier, rival)
@@ -206,7 +190,6 @@ def play(pair: Pair, seed: int) -> None:
             if rng.random() < 0.3:
                 rival = GroupId(rng.choice([*NAMES, "nobody"]), 1)
                 pair.compare(rng.choice(pair.tiers), rng.choice([None, rival]))
-        pair.keep(rng.sample(NAMES, rng.choice([0, 1, 3, 8])), rng.choice([0.7, 0.343]))
         if turn == 4:
             come_and_go(pair, 150)
 

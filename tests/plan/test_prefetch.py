@@ -12,7 +12,6 @@ from tierstore.model import shares
 from tierstore.model.tiers import Tier
 from tierstore.plan import policy, prefetch
 from tierstore.plan.prefetch import HopSpeed, Prefetcher
-from tierstore.plan.retention import RetentionSet
 from tierstore.plan.schedule import LearnedOrder
 from tierstore.simulation import Outcome, Use, simulate
 
@@ -220,23 +219,10 @@ def test_uses_of_one_group_in_a_row_add_up() -> None:
     assert seen.computing_seconds(0) == pytest.approx(3.0)
 
 
-class Heard(RetentionSet):
-    """Adds up the times that it is told of."""
-
-    computed = waited = 0.0
-
-    def passed(self, *, computed: float = 0.0, waited: float = 0.0) -> None:
-        self.computed += computed
-        self.waited += waited
-
-
-def on_a_device(
-    runs: Sequence[tuple[int, float, float]], retention: RetentionSet | None = None
-) -> Prefetcher:
+def on_a_device(runs: Sequence[tuple[int, float, float]]) -> Prefetcher:
     """After uses on a device that was told of all of them at once: of which group, from when on the
     device waited for it, and when it began."""
     seen = Prefetcher(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None}, timed_by_device=True)
-    seen.retention = retention or seen.retention
     for number in range(3):
         seen.know(number, 1)
     for number, _, _ in runs:
@@ -248,11 +234,8 @@ def on_a_device(
 
 
 def test_on_a_device_computing_is_what_the_device_does() -> None:
-    heard = Heard(LearnedOrder(), 10)
-    seen = on_a_device([(0, 0.0, 1.0), (1, 3.0, 3.5), (2, 8.0, 8.0), (0, 9.0, 9.0)], heard)
+    seen = on_a_device([(0, 0.0, 1.0), (1, 3.0, 3.5), (2, 8.0, 8.0), (0, 9.0, 9.0)])
     assert [seen.computing_seconds(n) for n in range(3)] == pytest.approx([2.0, 4.5, 1.0])
-    assert heard.computed == pytest.approx(7.5)
-    assert heard.waited == pytest.approx(1.5)
 
 
 def test_uses_of_one_group_in_a_row_add_up_on_a_device() -> None:
@@ -494,7 +477,6 @@ def test_who_is_not_known_is_never_missing() -> None:
     seen.hops[HOP].measure(1, 0.0, 1.0)
     for number in [*numbers, *numbers, *numbers]:
         schedule.advance_past(f"g{number}")
-        seen.choose_retained(number)
     assert fetched(seen) == 3
     seen.pass_over(3)
     assert fetched(seen) is None

@@ -20,7 +20,6 @@ from tierstore.model.tiers import TIERS, Tier
 from tierstore.plan.known_keys import KnownKeys
 from tierstore.plan.matching import Numbers
 from tierstore.plan.prefetch import Prefetcher
-from tierstore.plan.retention import RetentionSet, Seconds
 from tierstore.plan.schedule import LearnedOrder
 
 MIB = 1 << 20
@@ -57,28 +56,6 @@ class Scripted(LearnedOrder):
     def named(self) -> list[int]:
         assert isinstance(self.known, ScriptedKeys)
         return self.known.script
-
-
-class Rounds(RetentionSet):
-    """Says that a round begins when it is told to, and keeps what it is told."""
-
-    def __init__(self) -> None:
-        super().__init__(Scripted(), None)
-        self.length = 0
-        self.computed = self.waited = 0.0
-        self.begun: list[tuple[list[int], list[int], list[float], float]] = []
-        self.chosen: list[int] = []
-
-    def passed(self, *, computed: float = 0.0, waited: float = 0.0) -> None:
-        self.computed += computed
-        self.waited += waited
-
-    def round_of(self, number: int) -> int:
-        return self.length
-
-    def begin_round(self, order: Numbers, nbytes: Numbers, seconds: Seconds, speed: float) -> None:
-        self.begun.append((order.tolist(), nbytes.tolist(), seconds.tolist(), speed))
-        self.staying = self.chosen
 
 
 @dataclass
@@ -125,8 +102,6 @@ class Reference:
         self.surprise = 1.0
         self.running: int | None = None
         self.resumed = self.spent = 0.0
-        self.asked_at: float | None = None
-        self.computed = self.waited = 0.0
 
     def know(self, number: int, nbytes: int) -> None:
         self.nbytes[number] = nbytes
@@ -160,15 +135,12 @@ class Reference:
         self.hopeless.add(number)
 
     def asked(self, number: int) -> None:
-        if self.asked_at is None:
-            self.asked_at = self.now
         if self.running is None:
             return
         self.spent += self.now - self.resumed
         self.resumed = self.now
         if self.running == number:
             return
-        self.computed += self.spent
         before = self.computing.get(self.running, 0.0)
         if before == 0.0:
             self.computing[self.running] = self.spent
@@ -181,9 +153,6 @@ class Reference:
 
     def used(self, number: int) -> None:
         self.came(number)
-        if self.asked_at is not None:
-            self.waited += self.now - self.asked_at
-            self.asked_at = None
         if number != self.running:
             self.running, self.spent = (number, 0.0) if number >= 0 else (None, 0.0)
         self.resumed = self.now
@@ -271,16 +240,6 @@ class Reference:
         spent = self.spent + self.now - self.resumed
         return max(self.computing.get(self.running, 0.0) - spent, 0.0)
 
-    def round(self, length: int) -> tuple[list[int], list[int], list[float], float] | None:
-        """What is told of a round that begins: all that is not nearer than host memory."""
-        speed = self.ways[Tier.HOST].bandwidth()
-        nearer = {number for number, tier in self.room if tier < Tier.HOST}
-        order = [n for n in self.schedule.ahead(length).tolist() if n not in nearer]
-        if not length or not order or speed is None or self.all_there():
-            return None
-        nbytes = [self.nbytes.get(n, 0) for n in order]
-        return order, nbytes, [self.computing.get(n, 0.0) for n in order], speed
-
 
 # Both hear the same ------------------------------------------------------------------------------
 
@@ -309,9 +268,8 @@ class History:
             del self.budgets[Tier.DEVICE]
         self.tiers = sorted(self.budgets)[:-1]
         self.below = dict(pairwise(sorted(self.budgets)))
-        self.schedule, self.rounds = Scripted(), Rounds()
+        self.schedule = Scripted()
         self.ours = Prefetcher(self.schedule, self.budgets)
-        self.ours.retention = self.rounds
         self.reference = Reference(self.schedule, self.budgets)
         self.flights: list[Flight] = []
         for _ in range(rng.randint(1, 20)):
@@ -366,23 +324,7 @@ class History:
                 self.tell("asked", self.known())
                 self.wait()
         self.tell("used", number)
-        self.look_at_rounds(number)
         self.pass_time(0.25 if self.steady else self.rng.random())
-
-    def look_at_rounds(self, number: int) -> None:
-        self.rounds.length = self.rng.choice([0, 5, 10])
-        self.rounds.chosen = self.rng.choice([self.rounds.staying, [number]])
-        told, staying = len(self.rounds.begun), self.rounds.staying
-        expected = self.reference.round(self.rounds.length)
-        news = self.ours.choose_retained(number)
-        assert news == (self.rounds.staying != staying)
-        assert len(self.rounds.begun) - told == (expected is not None)
-        if expected is not None:
-            self.seen["a round begins"] += 1
-            order, nbytes, seconds, speed = self.rounds.begun[-1]
-            assert (order, nbytes) == expected[:2]
-            assert seconds == pytest.approx(expected[2])
-            assert speed == pytest.approx(expected[3])
 
     def change_room(self) -> None:
         number, tier = self.known(), self.rng.choice([*self.budgets, Tier.HOST])
@@ -425,8 +367,6 @@ class History:
 
     def compare(self) -> None:
         assert self.ours.all_there() == self.reference.all_there()
-        assert self.rounds.computed == pytest.approx(self.reference.computed)
-        assert self.rounds.waited == pytest.approx(self.reference.waited)
         for dst in self.tiers:
             why, number, sooner = self.reference.next_missing(dst)
             self.seen[why] += 1
@@ -456,7 +396,6 @@ OFTEN = [
     "comes next",
     "the first would be late",
     "there is time",
-    "a round begins",
 ]
 
 

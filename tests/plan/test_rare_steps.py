@@ -9,7 +9,7 @@ import pytest
 from tests.histories.machine import World, land_all
 from tests.plan.driver import Driver, driver_of
 from tests.plan.scans import Scan
-from tierstore import BudgetError
+from tierstore.errors import BudgetError
 from tierstore.model.events import Ending, HostWithdrawn, MemoryReleased, SpillAdvised
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy

@@ -19,7 +19,7 @@ from tests.plan.in_words import (
     register,
     told,
 )
-from tierstore.model.errors import BudgetError
+from tierstore.errors import BudgetError
 from tierstore.model.tiers import Access, HostAccess, UseOrder
 from tierstore.plan.policy import FarthestNextUse, RankingPolicy
 from tierstore.plan.schedule import LearnedOrder

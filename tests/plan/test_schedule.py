@@ -361,18 +361,6 @@ def test_what_the_caller_expects_may_count_as_farther_and_still_comes_before_all
     assert (twice[[0, 2]] - ranks[[0, 2]]).tolist() == [1, 3]
 
 
-def test_a_round_is_known_while_the_order_is_and_the_caller_says_nothing_else() -> None:
-    order = learned(cycle(5, 3))
-    number = order.known.number("g4")
-    assert order.round(number) == 5
-    assert order.round(order.known.number("never used")) == 0
-    order.known.expect(["g2"])
-    assert order.round(number) == 0
-    order.known.expect_not("g2")
-    assert order.round(number) == 5
-    assert learned(cycle(5, 1)).round(4) == 0
-
-
 def test_a_number_is_given_again_only_when_nothing_of_its_key_is_left() -> None:
     order = learned("aba")
     numbers = {key: order.known.number(key) for key in "abc"}
@@ -411,20 +399,6 @@ def test_the_longest_run_may_begin_with_the_first_use_of_all() -> None:
     """After x, a came z: once, and long ago. After y, a came other things, ten times."""
     order = learned([*"xaz", *"ya" * 10, *"xb", *"xa"])
     assert list(order.upcoming(1)) == ["z"]
-
-
-def test_a_round_repeats_only_if_it_was_seen_as_it_is_expected() -> None:
-    order = LearnedOrder()
-    for key in "abc":
-        order.advance_past(key)
-    assert not order.repeats(3), "no order is known yet"
-    for key in "abcabc":
-        order.advance_past(key)
-    assert order.repeats(3)
-    assert not order.repeats(1000), "so much was never seen"
-    for key in "abca":
-        order.advance_past(key)
-    assert order.repeats(3), "a round begins anywhere"
 
 
 def test_what_is_expected_or_forgotten_is_news_to_whoever_ranks_by_it() -> None:

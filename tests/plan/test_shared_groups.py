@@ -8,9 +8,8 @@ import pytest
 
 from tests.plan.driver import Driver
 from tests.plan.in_words import DEVICE, DISK, HOST, planner_of, told
-from tests.plan.test_retention import residents_after
+from tierstore.errors import BudgetError
 from tierstore.model import events
-from tierstore.model.errors import BudgetError
 from tierstore.model.groups import GroupId
 from tierstore.model.tiers import Access, HostAccess, UseOrder
 
@@ -301,15 +300,6 @@ def test_how_much_comes_early_goes_by_both_budgets() -> None:
 
     assert fetched(400, shared=False) == fetched(0, shared=False), "nothing is shared"
     assert fetched(400, shared=True) > fetched(400, shared=False)
-
-
-def test_who_stays_goes_by_both_budgets() -> None:
-    once = [f"g{i}" for i in range(20)]
-    assert residents_after(once * 8, budget=100, beside=90).staying
-    assert (
-        residents_after(once * 8, budget=100, beside=90).staying
-        == residents_after(once * 8, budget=190).staying
-    )
 
 
 # What is shared is never changed, and always in a file -------------------------------------------

@@ -23,7 +23,7 @@ from tests.lanes import LONG, lane
 from tests.remote.servers import STARTING_SECONDS, free_port, wait_for
 from tierstore import TierStore
 from tierstore.engine.mirrors import mirror
-from tierstore.model.errors import StaleCheckpointError
+from tierstore.errors import StaleCheckpointError
 
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="

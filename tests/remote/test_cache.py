@@ -38,6 +38,7 @@ def files(directory: Path) -> list[Path]:
     return sorted((directory / "remote" / "objects").rglob("*.safetensors"))
 
 
+@pytest.mark.full("as a step that was cut short")
 def test_a_second_run_fetches_nothing(checkpoint: Uploaded, proxy: Proxy, tmp_path: Path) -> None:
     warmed(checkpoint, tmp_path)
     with opened(tmp_path) as store:
@@ -51,6 +52,7 @@ def test_a_second_run_fetches_nothing(checkpoint: Uploaded, proxy: Proxy, tmp_pa
         assert len(proxy.requests) == before
 
 
+@pytest.mark.full("as a step that was cut short")
 @pytest.mark.parametrize("passes", [1, 3])
 def test_a_second_run_with_half_of_it_fetches_the_other_half(
     passes: int, checkpoint: Uploaded, tmp_path: Path

@@ -12,7 +12,7 @@ from torch import nn
 
 from tests.remote.servers import BUCKET, Proxy, error_500, upload
 from tierstore import TierStore, disable_offload, load_checkpoint_and_dispatch
-from tierstore.model.errors import BudgetError, StaleCheckpointError, TransferError
+from tierstore.errors import BudgetError, StaleCheckpointError, TransferError
 from tierstore.tiers.object_store import patience
 
 

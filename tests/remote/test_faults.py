@@ -14,7 +14,7 @@ from tests.lanes import by_lane
 from tests.remote.conftest import Uploaded, assert_holds, uploaded, values_of
 from tests.remote.servers import REPAIRED, Handler, Proxy, error_500, hangs, shorter, upload
 from tierstore import TierStore
-from tierstore.model.errors import StaleCheckpointError, TransferError
+from tierstore.errors import StaleCheckpointError, TransferError
 from tierstore.tiers.object_store import patience
 
 GROUPS, ROWS = 4, 32
@@ -40,6 +40,7 @@ def requests_of(checkpoint: Uploaded, proxy: Proxy, directory: Path) -> int:
     return len(proxy.requests)
 
 
+@pytest.mark.full("a fault at each request")
 @pytest.mark.parametrize("name", REPAIRED)
 def test_what_goes_away_when_one_asks_again_is_never_seen(
     name: str, checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
@@ -54,6 +55,7 @@ def test_what_goes_away_when_one_asks_again_is_never_seen(
         assert len(proxy.requests) >= number, "the fault was made"
 
 
+@pytest.mark.full("the fault", keep="a third")
 @pytest.mark.parametrize("name", ["error_500", "cut_inside", "shorter"])
 def test_what_does_not_go_away_is_told(
     name: str, checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
@@ -68,6 +70,7 @@ def test_what_does_not_go_away_is_told(
         assert_holds(store, checkpoint, "0")
 
 
+@pytest.mark.full("waits for a deadline")
 def test_a_server_that_hangs_ends_by_the_deadline(
     checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
 ) -> None:

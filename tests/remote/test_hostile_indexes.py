@@ -15,9 +15,10 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from tierstore import InvalidHeaderError, TierStore, TransferError
+from tierstore import TierStore, TransferError
 from tierstore.engine.checkpoints import read_checkpoint
 from tierstore.engine.mirrors import mirror
+from tierstore.errors import InvalidHeaderError
 from tierstore.model.weight_files import MAX_INDEX_BYTES
 from tierstore.tiers import object_store
 from tierstore.tiers.object_store import RemoteDirectory, RemoteObject, memory_store, patience

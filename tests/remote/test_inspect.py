@@ -28,6 +28,7 @@ def planned(checkpoint: str) -> dict[str, object]:
     return document
 
 
+@pytest.mark.full("plans twice; test_ls_shows_the_files_of_a_url reads a URL")
 def test_a_plan_of_a_url_is_that_of_the_file(s3: str, proxy: Proxy, tmp_path: Path) -> None:
     checkpoint = uploaded(s3)
     save_file(checkpoint.values, tmp_path / "model.safetensors")
@@ -35,6 +36,7 @@ def test_a_plan_of_a_url_is_that_of_the_file(s3: str, proxy: Proxy, tmp_path: Pa
     assert proxy.sent <= 300_000, "headers only"
 
 
+@pytest.mark.full("as a file that is planned by its URL")
 def test_a_pipeline_is_planned_by_its_url(s3: str, proxy: Proxy, tmp_path: Path) -> None:
     parts = {
         name: uploaded(s3, count, 128, f"a/pipeline/{name}/model.safetensors")
@@ -69,6 +71,7 @@ def test_ls_shows_the_files_of_a_url(s3: str, proxy: Proxy) -> None:
     assert "1 file, 16 tensors" in run_python("-m", "tierstore.cli", "ls", checkpoint.url).stdout
 
 
+@pytest.mark.full("what is damaged", keep="a third")
 @pytest.mark.parametrize("json_too", [[], ["--json"]], ids=["text", "json"])
 def test_verify_of_a_url_tells_what_is_damaged(s3: str, proxy: Proxy, json_too: list[str]) -> None:
     checkpoint = uploaded(s3)
@@ -94,6 +97,7 @@ def test_verify_looks_into_what_was_fetched(s3: str, proxy: Proxy, tmp_path: Pat
     assert "no damage found" in done.stdout
 
 
+@pytest.mark.full("runs a model from a server")
 def test_a_trace_tells_what_was_downloaded(s3: str, proxy: Proxy, tmp_path: Path) -> None:
     checkpoint = uploaded(s3)
     with TierStore("1MB", tmp_path / "store", device="cpu") as store:

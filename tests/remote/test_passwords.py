@@ -16,7 +16,7 @@ from torch import nn
 from tierstore import TierStore, TierStoreError, load_checkpoint_and_dispatch
 from tierstore.cli.commands import inspector
 from tierstore.engine.mirrors import mirror
-from tierstore.model.errors import UrlError
+from tierstore.errors import UrlError
 from tierstore.model.urls import check_url, without_secrets
 from tierstore.tiers.object_store import RemoteDirectory, memory_store
 

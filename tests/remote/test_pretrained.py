@@ -13,7 +13,7 @@ from tests import pipelines
 from tests.remote.servers import BUCKET, Proxy, error_500, remove, upload
 from tierstore import TierStore, from_pretrained
 from tierstore.engine.mirrors import MIRRORS, mirror
-from tierstore.model.errors import StaleCheckpointError, TransferError
+from tierstore.errors import StaleCheckpointError, TransferError
 from tierstore.tiers.object_store import memory_store, patience
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch_dtype:FutureWarning")
@@ -61,6 +61,7 @@ def image(source: str | Path, store: TierStore) -> torch.Tensor:
     return pipelines.run("flux", pipelines.quiet(pipe))
 
 
+@pytest.mark.full("loads a pipeline twice; test_dispatch.py loads a model")
 def test_it_is_loaded_once_and_makes_the_same_image(
     local: Path, files: dict[str, bytes], proxy: Proxy, tmp_path: Path
 ) -> None:
@@ -97,6 +98,7 @@ def test_what_was_replaced_or_removed_is_brought_again(
     assert mirrored(tmp_path) == now
 
 
+@pytest.mark.full("loads a pipeline twice; test_cache.py has a step that was cut short")
 def test_a_download_that_fails_goes_on_where_it_ended(
     files: dict[str, bytes], proxy: Proxy, tmp_path: Path
 ) -> None:

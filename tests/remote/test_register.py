@@ -17,7 +17,7 @@ from tests.remote.conftest import Uploaded, assert_holds, uploaded, values_of
 from tests.remote.servers import BUCKET, Proxy, forbidden, remove, upload
 from tierstore import TierStore
 from tierstore.engine.checkpoints import read_checkpoint
-from tierstore.model.errors import (
+from tierstore.errors import (
     BudgetError,
     DuplicateKeyError,
     InvalidHeaderError,

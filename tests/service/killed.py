@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.service.serving import LeftOver, wait_until
-from tierstore import ServiceLostError, TierStore, TierStoreError
+from tierstore import TierStore, TierStoreError
+from tierstore.errors import ServiceLostError
 from tierstore.service.cli import serve
 from tierstore.wire.asking import NoAnswerError, report_of
 

@@ -18,7 +18,8 @@ from tests.service.proxy import Fault, Harm, Proxy
 from tests.service.service_process import served_by_a_process
 from tests.service.serving import ThreadService, serving
 from tests.service.test_serving import MIB, checkpoint, same
-from tierstore import ServiceLostError, TierStore
+from tierstore import TierStore
+from tierstore.errors import ServiceLostError
 from tierstore.service import sockets
 from tierstore.tiers.service_link import ServiceLink
 from tierstore.wire import messages
@@ -28,6 +29,7 @@ RAM = 4 * MIB + 65536
 NOTHING = "weights/" + "0" * 32
 
 
+@pytest.mark.full("a process for each signal", keep="values")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_end_it_though_a_worker_holds_leases(tmp_path: Path, number: int):
     tensors = checkpoint(tmp_path / "m.safetensors", groups=3)

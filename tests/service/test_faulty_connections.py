@@ -134,6 +134,7 @@ def test_without_a_fault_all_is_well(service: ThreadService, worker: Worker):
     assert connections() <= before  # fewer, if some of an earlier test were still ending
 
 
+@pytest.mark.full("the harm, the message", keep="values")
 @pytest.mark.parametrize("up", [True, False], ids=["to the service", "from it"])
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.name)
 def test_a_fault_in_any_message(service: ThreadService, worker: Worker, up: bool, harm: Harm):
@@ -141,7 +142,7 @@ def test_a_fault_in_any_message(service: ThreadService, worker: Worker, up: bool
     most = worker.live(service, NO_FAULT).passed[up] // 3  # of the first of three turns
     worker.counts.clear()
     harmed = 0
-    numbers = range(most)[:: by_lane(max(most // 2, 1), 2, 1)]
+    numbers = range(most)[:: by_lane(max(most // 2, 1), max(most // 6, 1), 1)]
     for number in numbers:
         proxy = worker.live(service, Fault(up, number, harm))
         harmed += proxy.done

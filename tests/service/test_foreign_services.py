@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.service.serving import serving
-from tierstore import ServiceLostError, TierStore, TierStoreError
+from tierstore import TierStore, TierStoreError
+from tierstore.errors import ServiceLostError
 from tierstore.service import sockets
 from tierstore.wire import peers
 from tierstore.wire.asking import NoAnswerError, report_of

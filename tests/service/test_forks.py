@@ -17,7 +17,8 @@ from tests.helpers.processes import ROOT
 from tests.service.raw import PAGE, RawWorker, pages
 from tests.service.serving import ThreadService, serving
 from tests.service.test_serving import MIB, checkpoint, same
-from tierstore import ClosedError, TierStore
+from tierstore import TierStore
+from tierstore.errors import ClosedError
 from tierstore.wire import messages as m
 
 

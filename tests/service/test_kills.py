@@ -51,6 +51,7 @@ def test_workers_go_on_when_a_killed_service_is_back(place: Path) -> None:
     assert found == {"alive": [True, True], "killed": count}
 
 
+@pytest.mark.full("a crowd of processes")
 def test_nobody_starves_in_a_crowd(place: Path) -> None:
     workers, models = by_lane((8, 4), (24, 8), (64, 8))
     found = run(CROWDED, workers, models, place=place, seconds=290)

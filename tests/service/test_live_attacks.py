@@ -160,6 +160,7 @@ def honest_worker(service: ServiceProcess, data: Path) -> tuple[RawWorker, int]:
     return honest, group
 
 
+@pytest.mark.full("waits until it is let go")
 def test_who_never_reads_is_let_go(service: ServiceProcess, data: Path):
     honest, group = honest_worker(service, data)
     with honest, RawWorker(service.socket, "deaf") as raw:

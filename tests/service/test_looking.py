@@ -19,7 +19,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.service.serving import ThreadService, serving, wait_until
 from tests.service.test_serving import MIB, checkpoint
 from tierstore import TierStoreError
-from tierstore.model.words import size, units_of
+from tierstore.model.formatting import size, units_of
 from tierstore.service.metrics import serve_metrics
 from tierstore.wire import messages
 from tierstore.wire.asking import NoAnswerError, report_of

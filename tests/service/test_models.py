@@ -56,6 +56,7 @@ def test_two_pipelines_share_one_copy(
             store.close()
 
 
+@pytest.mark.full("a model in each of two processes")
 def test_a_dispatched_model_is_served(tmp_path: Path) -> None:
     directory = pipelines.build_llama(tmp_path / "llama")
     expected = pipelines.run("llama", pipelines.load("llama", directory))

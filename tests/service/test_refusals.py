@@ -20,8 +20,9 @@ import torch
 from tests.service.raw import PAGE, RawWorker, pages, row_of
 from tests.service.serving import ThreadService, serving
 from tests.service.test_serving import MIB, checkpoint
-from tierstore import StoreLockedError, TierStoreError
+from tierstore import TierStoreError
 from tierstore.engine.adoption import content_hash
+from tierstore.errors import StoreLockedError
 from tierstore.service import sockets
 from tierstore.wire import messages as m
 

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from tests.service.serving import ThreadService, serving, wait_until
-from tierstore import Access, BudgetError, TierStore, UnknownKeyError
+from tierstore import Access, TierStore
+from tierstore.errors import BudgetError, UnknownKeyError
 
 MIB = 1 << 20
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.serving import ThreadService, serving, wait_until
-from tierstore import ClosedError, ServiceLostError
+from tierstore.errors import ClosedError, ServiceLostError
 from tierstore.tiers.service_link import ServiceLink
 from tierstore.wire import messages
 

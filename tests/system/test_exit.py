@@ -69,6 +69,7 @@ def ending(more: str, place: Path) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
+@pytest.mark.full("processes that import torch, and wait")
 @pytest.mark.parametrize("more", [STORE, ABANDONED], ids=["store", "abandoned"])
 def test_exit_waits_for_threads_that_are_inside_of_torch(
     more: str, pretend: Any, tmp_path: Path
@@ -78,6 +79,7 @@ def test_exit_waits_for_threads_that_are_inside_of_torch(
         assert ending(more, tmp_path / str(number)) == (0, "")
 
 
+@pytest.mark.full("the control of the test above")
 def test_exit_with_threads_inside_of_torch_aborts(pretend: Any, tmp_path: Path) -> None:
     """The control for the test above: daemon threads of somebody else's."""
     status, told = ending(CONTROL, tmp_path)

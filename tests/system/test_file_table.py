@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.files import open_files
 from tests.helpers.system_calls import Call, statx_tells, system_call, taking_direct_opens
-from tierstore.model.errors import StaleCheckpointError
+from tierstore.errors import StaleCheckpointError
 from tierstore.model.sizes import PAGE
 from tierstore.system.file_table import MAX_HELD_FILES, FileTable, HeldFile
 from tierstore.system.files import DataFile, FileStamp

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.files import open_files
 from tests.helpers.system_calls import Call, lacking, refusing_opens, statx_tells, system_call
-from tierstore.model.errors import (
+from tierstore.errors import (
     DiskFullError,
     TransferError,
     TruncatedFileError,

@@ -19,7 +19,7 @@ import pytest
 from tests.helpers.files import is_open, open_files
 from tests.helpers.system_calls import Call, system_call
 from tests.tiers.dying import KEY, NEW, OLD, data_of, packing
-from tierstore.model.errors import DiskFullError, StoreLockedError, TierStoreError, TransferError
+from tierstore.errors import DiskFullError, StoreLockedError, TierStoreError, TransferError
 from tierstore.model.groups import Block, TensorSpec, pack
 from tierstore.model.header import digest
 from tierstore.model.sizes import PAGE

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.events import before, failing
 from tests.helpers.system_calls import system_call
-from tierstore.model.errors import TransferError, TruncatedFileError
+from tierstore.errors import TransferError, TruncatedFileError
 from tierstore.model.sizes import PAGE
 from tierstore.system.mapping import map_open_file
 from tierstore.system.maps import AddressSpace, WriteWatch, map_file

@@ -25,7 +25,7 @@ from tests.store.helpers import (
     random_tensor,
 )
 from tierstore import TierStore
-from tierstore.model.errors import TransferError
+from tierstore.errors import TransferError
 from tierstore.model.groups import Extent
 from tierstore.system.maps import AddressSpace, map_file
 

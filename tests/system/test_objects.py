@@ -16,7 +16,7 @@ import pytest
 from tests.helpers.files import object_file
 from tests.helpers.system_calls import Call, system_call
 from tests.tiers.dying import KEY, NEW, OLD, data_of, packing
-from tierstore.model.errors import (
+from tierstore.errors import (
     CorruptDataError,
     InvalidHeaderError,
     TierStoreError,

@@ -20,7 +20,7 @@ from tests.helpers.files import flip_bit, object_file, open_files, with_flipped_
 from tests.helpers.processes import output_of
 from tests.helpers.system_calls import Call, no_chance, system_call
 from tests.tiers.dying import FLOATS, KEY, NEW, OLD, data_of, look, packing
-from tierstore.model.errors import (
+from tierstore.errors import (
     CorruptDataError,
     StoreLockedError,
     TierStoreError,

@@ -453,12 +453,14 @@ def ending(more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.full("processes that import torch and end")
 @pytest.mark.pretend_only("counts")
 def test_registered_memory_is_not_unmapped_at_exit(pretend: Any) -> None:
     done = ending("")
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.full("the control of the test above")
 @pytest.mark.pretend_only("counts")
 def test_memory_that_is_unmapped_at_exit_is_noticed(pretend: Any) -> None:
     """The control for the test above: a map that goes as the modules do."""

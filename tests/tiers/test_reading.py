@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from tests.helpers.system_calls import Call, system_call
 from tests.system.test_files import content
-from tierstore.model.errors import CorruptDataError, TransferError, TruncatedFileError
+from tierstore.errors import CorruptDataError, TransferError, TruncatedFileError
 from tierstore.model.groups import Check, Extent, FileTensor, GroupId, Move, Source, group_of, place
 from tierstore.model.header import digest
 from tierstore.model.moves import Copy
@@ -29,7 +29,7 @@ from tierstore.system.files import READ_BLOCK
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.mover import explained
 from tierstore.tiers.pages import fresh_memory
-from tierstore.tiers.reading import DiskReader
+from tierstore.tiers.reading import DiskReader, NotCheckedError
 from tierstore.tiers.workers import URGENT, Future, Workers
 
 SIZE = 50 * PAGE + 777
@@ -57,8 +57,6 @@ class Desk:
         except Exception as error:
             copy = Copy(entry.group, entry.spec.nbytes, Tier.DISK, Tier.HOST)
             raise explained(error, copy) from None
-        finally:
-            assert workers.stop(), "some thread is still at it"
         return bytes(memory.numpy().data)
 
 
@@ -73,7 +71,7 @@ def desk() -> Iterator[Callable[..., Desk]]:
 
     yield make
     for workers in made:
-        workers.stop()
+        assert workers.stop(), "some thread is still at it"
 
 
 @pytest.fixture
@@ -224,22 +222,89 @@ def test_checksums_are_compared_as_often_as_asked(
     cuts = sorted({0, SIZE, *(rng.randrange(SIZE) for _ in range(5))})
     checks = [Check(f"part {a}", a, b - a, digest(data[a:b])) for a, b in pairwise(cuts)]
     entry.source = replace(entry.source, checks=tuple(checks))
-    assert desk(verify).read(entry)[:SIZE] == data
+    read = desk(verify).read
+    assert read(entry)[:SIZE] == data
     # If the file is what it was, only "always" compares again.
-    right, wrong = entry.source, replace(checks[0], digest="0" * len(checks[0].digest))
-    entry.source = replace(right, checks=(wrong, *checks[1:]))
+    wrong = replace(checks[0], digest="0" * len(checks[0].digest))
+    object.__setattr__(entry.source, "checks", (wrong, *checks[1:]))
     if verify == "always":
         with pytest.raises(CorruptDataError):
-            desk(verify).read(entry)
+            read(entry)
     else:
-        assert desk(verify).read(entry)[:SIZE] == data
-    entry.source = right
+        assert read(entry)[:SIZE] == data
+    object.__setattr__(entry.source, "checks", tuple(checks))
     with open(path, "r+b") as file:
         file.seek(cuts[2])
         file.write(bytes([data[cuts[2]] ^ 1]))
     if verify == "never":
-        assert desk(verify).read(entry)[:SIZE] != data
+        assert read(entry)[:SIZE] != data
     else:
         with pytest.raises(CorruptDataError) as error:
-            desk(verify).read(entry)
+            read(entry)
         assert f"part {cuts[2]}" in str(error.value)
+
+
+# --- parts of a group -----------------------------------------------------------------------------
+
+
+def checked_cargo(path: str) -> GroupEntry:
+    """A group of two extents, with a checksum of the first."""
+    entry = cargo_of(path, (100, 9 * PAGE), (30 * PAGE, 5 * PAGE + 7))
+    assert entry.source is not None
+    check = Check("0", 100, 9 * PAGE, digest(content(SIZE)[100 : 100 + 9 * PAGE]))
+    entry.source = replace(entry.source, checks=(check,))
+    return entry
+
+
+@pytest.mark.parametrize("tile", [1, 2, 3, 7])
+def test_parts_of_a_group_are_what_all_of_it_is(
+    tile: int, path: str, desk: Callable[..., Desk]
+) -> None:
+    reader, entry = desk().reader, checked_cargo(path)
+    whole, parts = (fresh_memory(entry.spec.nbytes).numpy().data for _ in range(2))
+    assert not reader.may_read_parts(entry), "it was never checked"
+    nbytes = reader.read(entry, whole)
+    assert reader.may_read_parts(entry)
+    read = 0
+    for offset in range(0, entry.spec.nbytes, tile * PAGE):
+        read += reader.read_part(entry, parts[offset : offset + tile * PAGE], offset)
+    assert read >= nbytes
+    for segment in (entry.source or Source(())).segments:
+        stop = segment.at + segment.extent.nbytes
+        assert parts[segment.at : stop] == whole[segment.at : stop]
+
+
+def test_part_of_a_file_that_changed_is_not_trusted(path: str, desk: Callable[..., Desk]) -> None:
+    reader, entry = desk().reader, checked_cargo(path)
+    memory = fresh_memory(entry.spec.nbytes).numpy().data
+    reader.read(entry, memory)
+    Path(path).write_bytes(b"x" * SIZE)
+    with pytest.raises(NotCheckedError, match="'key'"):
+        reader.read_part(entry, memory[:PAGE], 0)
+    assert not reader.may_read_parts(entry)
+    with pytest.raises(CorruptDataError):
+        reader.read(entry, memory)
+
+
+@pytest.mark.parametrize(
+    ("verify", "checks", "may"),
+    [
+        ("always", True, False),
+        ("always", False, False),
+        ("first", False, True),
+        ("never", True, True),
+    ],
+)
+def test_parts_are_read_where_nothing_is_checked(
+    verify: str, checks: bool, may: bool, path: str, desk: Callable[..., Desk]
+) -> None:
+    entry = checked_cargo(path) if checks else cargo_of(path, (0, 9 * PAGE))
+    assert desk(verify).reader.may_read_parts(entry) is may
+
+
+def test_bytes_that_are_moved_are_read_as_a_whole(path: str, desk: Callable[..., Desk]) -> None:
+    entry = cargo_of(path, (0, 9 * PAGE))
+    assert entry.source is not None
+    entry.source = replace(entry.source, moves=(Move(0, 9 * PAGE, PAGE),))
+    assert not desk("never").reader.may_read_parts(entry)
+    assert not desk().reader.may_read_parts(replace(entry, source=None))

@@ -18,7 +18,8 @@ from tests.helpers.engine import core_of
 from tests.lanes import by_lane
 from tests.store.helpers import on_both, open_store
 from tests.tiers.test_pinned import Driver
-from tierstore import BudgetError, TierStore
+from tierstore import TierStore
+from tierstore.errors import BudgetError
 from tierstore.model.sizes import PAGE
 from tierstore.system import mapping
 from tierstore.system.mapping import MapLimit, TooManyMapsError

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 
 from tests.helpers.system_calls import Call, free_room, refusing_opens, system_call
 from tests.system.test_files import content, knows_direct_reads, open_file, read, room
-from tierstore.model.errors import DiskFullError, TransferError
+from tierstore.errors import DiskFullError, TransferError
 from tierstore.model.header import digest
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.system.files import WRITE_BLOCK, parts

@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from tierstore.engine.checkpoints import CheckpointFile
-from tierstore.model.errors import StaleCheckpointError, UnknownKeyError
+from tierstore.errors import StaleCheckpointError, UnknownKeyError
 from tierstore.model.groups import (
     Check,
     FileTensor,

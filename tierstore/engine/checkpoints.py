@@ -19,7 +19,7 @@ import aiofiles
 
 from tierstore.engine.checkpoint_file import CheckpointFile as CheckpointFile
 from tierstore.engine.remote_checkpoints import remote_checkpoint
-from tierstore.model.errors import InvalidHeaderError, TransferError
+from tierstore.errors import InvalidHeaderError, TransferError
 from tierstore.model.groups import Extent, FileTensor
 from tierstore.model.header import LENGTH_BYTES, Header, header_length, parse_header
 from tierstore.model.scanning import Scanner

@@ -32,8 +32,7 @@ from tierstore.engine.object_references import ObjectReferences
 from tierstore.engine.settings import Settings
 from tierstore.engine.transaction import transact, transact_if_free, transaction
 from tierstore.engine.wait_queue import Demand, LeaseRecord, Request, RequestKind, WaitQueue
-from tierstore.model import events
-from tierstore.model.errors import (
+from tierstore.errors import (
     BudgetError,
     CaptureError,
     ClosedError,
@@ -41,6 +40,7 @@ from tierstore.model.errors import (
     LeaseError,
     UnknownKeyError,
 )
+from tierstore.model import events
 from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.locks import RLock, held_here, inside, may_wait
 from tierstore.model.moves import Copy, Instruction
@@ -394,7 +394,7 @@ class Core:
         peak = self.planner.peak
         self._begin_planning()
         instructions = []
-        if self.settings.tiers.link is not None:
+        if self.shared_budget:
             instructions = self.handled(events.SharedBudgetChanged(self.shared_budget))
         for tier, nbytes in self.followed.borrowed() if self.followed is not None else ():
             instructions += self.handled(events.MemoryBorrowed(tier, nbytes))
@@ -433,7 +433,7 @@ class Core:
                 backing=entry.backing,
                 use_order=entry.use_order,
                 sticky=entry.sticky,
-                shared=entry.shared is not None,
+                shared=self.tiers.host.lends(entry),
                 visible=self.current.get(group.key) == group,
                 claimed=group in self.unseen,
             )

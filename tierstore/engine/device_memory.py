@@ -9,10 +9,10 @@ from tierstore.engine.core import Core
 from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.settings import device_memory, grown_device_budget
 from tierstore.engine.transaction import transaction
+from tierstore.errors import BudgetError
 from tierstore.model import events
-from tierstore.model.errors import BudgetError
+from tierstore.model.formatting import Units, size
 from tierstore.model.tiers import Tier
-from tierstore.model.words import Units, size
 from tierstore.tiers.arena import Arena
 
 logger = logging.getLogger("tierstore.engine")

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tierstore.model.errors import StoreLockedError, TransferError
+from tierstore.errors import StoreLockedError, TransferError
 from tierstore.system.file_systems import IN_MEMORY, MOUNTS, OF_OTHER_MACHINES, file_system_of
 
 logger = logging.getLogger("tierstore.engine")

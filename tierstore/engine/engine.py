@@ -24,12 +24,11 @@ from tierstore.engine.saves import Saves
 from tierstore.engine.service_allowance import ServiceAllowance
 from tierstore.engine.settings import Settings
 from tierstore.engine.transaction import transaction
+from tierstore.model.formatting import count, size
 from tierstore.model.locks import check_may_wait
-from tierstore.model.words import count, size
 from tierstore.observe.passes import Passes
 from tierstore.observe.report import totals_of
 from tierstore.system.streams import is_captured, selecting
-from tierstore.tiers.leased_tier import LeasedHostTier
 
 logger = logging.getLogger("tierstore.engine")
 
@@ -65,7 +64,7 @@ class Engine:
         self.passes = Passes(times, functools.partial(is_captured, core.device))
         self.reporting = Reporting(core, self.passes)
         try:
-            self._allowance = ServiceAllowance(core, self.lease_table)
+            self._allowance = link and ServiceAllowance(core, self.lease_table, link)
         except BaseException:
             core.finalizer()
             raise
@@ -91,7 +90,7 @@ class Engine:
     @property
     def is_connected(self) -> bool:
         """Whether a service serves what is registered."""
-        return self.core.settings.tiers.link is not None
+        return self.core.tiers.host.connected
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -133,6 +132,4 @@ class Engine:
         core = self.core
         core.closed = True
         core.queue.changed()
-        host = core.tiers.host
-        if isinstance(host, LeasedHostTier):
-            host.keep_for_readers(core.mover.entry(record.group) for record in core.leases)
+        core.tiers.host.keep_for_readers(core.mover.entry(each.group) for each in core.leases)

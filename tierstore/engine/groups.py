@@ -87,10 +87,9 @@ class Groups:
 
         Raises ServiceLostError, or what is wrong with their files.
         """
-        link = self.core.settings.tiers.link
-        if link is None or not found:
+        core, host, table = self.core, self.core.tiers.host, self.core.tiers.disk.files
+        if not host.connected or not found:
             return found
-        core, table = self.core, self.core.tiers.disk.files
         core.check_open()
         for key in found:
             core.refuse_duplicate(key)
@@ -103,7 +102,7 @@ class Groups:
             used = {path: files[path] for path in group.source.paths}
             served = SharedGroup(key, group.spec.nbytes, group.source, used)
             shared[key] = replace(group, shared=served)
-        link.register([group.shared for group in shared.values() if group.shared is not None])
+        host.offer([group.shared for group in shared.values() if group.shared is not None])
         return shared
 
     @transaction
@@ -173,20 +172,19 @@ class Groups:
         group = core.new_group(key)
         order = core.newest()
         source, held, shared = found.source, found.held, found.shared
-        core.mover.add(
-            GroupEntry(
-                group,
-                found.spec,
-                source,
-                single=single,
-                files={path: held[path] for path in source.paths if path in held},
-                order=order,
-                references=core.references.of_source(source),
-                backed=True,
-                use_order=use_order,
-                shared=shared,
-            )
+        entry = GroupEntry(
+            group,
+            found.spec,
+            replace(source, keeps=core.references.of_source(source)),
+            single=single,
+            files={path: held[path] for path in source.paths if path in held},
+            order=order,
+            backing=Tier.DISK,
+            use_order=use_order,
         )
+        if shared is not None:
+            core.tiers.host.know_lent(entry, shared)
+        core.mover.add(entry)
         core.tell(
             events.Registered(
                 group,

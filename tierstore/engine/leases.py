@@ -13,9 +13,9 @@ from tierstore.engine.puts import Puts
 from tierstore.engine.request_loop import RequestLoop
 from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import LONGEST_ENTRY, LeaseRecord, Request, RequestKind
+from tierstore.errors import LeaseError, ServiceLostError
 from tierstore.lease import Lease, OpenLease
 from tierstore.model import events
-from tierstore.model.errors import LeaseError, ServiceLostError
 from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.tiers import Access
 from tierstore.observe.journal import PLANNED
@@ -47,21 +47,21 @@ class Leases:
         self._own_what_changes(key, access)
         return self._requests.wait(self._request(key, access), self._attempt, timeout)
 
-    async def acquire_async(self, key: str, access: Access) -> Lease:
+    async def acquire_async(self, key: str, access: Access, timeout: float | None = None) -> Lease:
         """See `TierStore.aacquire`."""
         if Access(access) is Access.UPDATE and self._is_shared(key):
             await self._copy_threads.run(lambda: self._own_what_changes(key, access))
-        return await self._requests.wait_async(self._request(key, access), self._attempt)
+        return await self._requests.wait_async(self._request(key, access), self._attempt, timeout)
 
     def get(self, key: str, timeout: float | None = None) -> Value:
         """See `TierStore.get`."""
         with self.acquire(key, Access.READ, timeout) as lease:
             return self._copied(lease)
 
-    async def get_async(self, key: str) -> Value:
+    async def get_async(self, key: str, timeout: float | None = None) -> Value:
         """See `TierStore.aget`."""
         request = self._request(key, Access.READ)
-        lease = await self._requests.wait_async(request, self._attempt)
+        lease = await self._requests.wait_async(request, self._attempt, timeout)
         assert request.record is not None, "it was granted"
         self._lease_table.hand_over(request.record)
 
@@ -93,7 +93,7 @@ class Leases:
             return self._attempt(request)
 
         request = self._request(key, Access.READ)
-        request.owner, request.stream, request.met = owner, id(owner), PLANNED
+        request.owner, request.stream, request.noted.met = owner, id(owner), PLANNED
         return self._requests.wait(request, attempt, LONGEST_ENTRY)
 
     # What a service serves ---------------------------------------------------------------------
@@ -101,7 +101,7 @@ class Leases:
     @transaction
     def _is_shared(self, key: str) -> bool:
         group = self.core.current.get(key)
-        return group is not None and self.core.mover.entry(group).shared is not None
+        return group is not None and self.core.tiers.host.lends(self.core.mover.entry(group))
 
     def _own_what_changes(self, key: str, access: Access) -> None:
         """What a service serves, nobody may change: a copy of the caller's own takes its place."""
@@ -156,8 +156,8 @@ class Leases:
             if demanded:
                 core.leave_loop("a group was asked for that is not there")
                 self._demand(request, group)
-            elif not request.met:
-                core.observer.asked(request, "hit")
+            elif not request.noted.met:
+                core.observer.asked(request.noted, "hit")
         error = planner.error_of(group)
         if error is not None:
             raise error
@@ -165,7 +165,7 @@ class Leases:
             return self._grant(request, group, demanded)
         if request.access is not Access.READ:
             refuse_permanently_leased(core, request)
-        core.observer.waits(request)
+        core.observer.waits(request.noted, request.key)
         return None
 
     def _demand(self, request: Request, group: GroupId) -> None:
@@ -177,9 +177,9 @@ class Leases:
         state = core.planner.state_of(group)
         instructions = core.handled(events.Demanded(group, request.stream))
         request.group = group
-        if not request.met:
+        if not request.noted.met:
             met = "hit" if state is State.PRESENT else "late" if state else "miss"
-            core.observer.asked(request, met)
+            core.observer.asked(request.noted, met)
         if instructions or state is not State.PRESENT:  # otherwise nothing has to move
             core.deliver(instructions)
 
@@ -190,25 +190,26 @@ class Leases:
         permanent = request.owner is None
         leased = events.Leased(group, request.access, permanent, demanded, request.stream)
         instructions = core.handled(leased)
-        record = LeaseRecord(
-            group, request.owner, request.met, request.since, access=request.access
-        )
+        noted = request.noted
+        record = LeaseRecord(group, request.owner, noted.met, noted.since, access=request.access)
         core.deliver(instructions)  # first: what is leased to be changed has no other copy
         request.record = record
         self._lease_table.add(record)
         request.group = NO_GROUP
         entry = core.mover.entry(group)
         nbytes = entry.spec.nbytes
-        own = entry.shared is None or core.tiers.device is not None  # in memory of this process
+        own = (
+            not core.tiers.host.lends(entry) or core.tiers.device is not None
+        )  # in memory of this process
         if own and nbytes > core.largest:
             core.largest = nbytes
         top, changes = core.tiers.top, request.access is Access.UPDATE
         tensors = dict(top.view_to_change(entry) if changes else top.view(entry))
         record.tensors = tensors
         record.stream = stream = core.current_stream()
-        core.observer.arrives(request, entry.arrival, stream)
+        core.observer.arrives(noted, request.key, entry.arrival, stream)
         core.order_after_arrival(entry, stream)
-        core.observer.granted(request, record, nbytes, stream, entry.use_order)
+        core.observer.granted(noted, record, nbytes, stream, entry.use_order)
         return OpenLease(request.key, group, tensors, self._lease_table, record)
 
 

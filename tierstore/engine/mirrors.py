@@ -19,10 +19,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
 from tierstore.engine.remote_groups import all_done
-from tierstore.model.errors import StaleCheckpointError, TransferError
+from tierstore.errors import StaleCheckpointError, TransferError
+from tierstore.model.formatting import size
 from tierstore.model.scanning import Scanner
 from tierstore.model.weight_files import variant_of
-from tierstore.model.words import size
 from tierstore.progress import byte_bar
 from tierstore.system.files import parts, read_fully, sync_names, transfer_errors, write_all
 from tierstore.system.objects import READ

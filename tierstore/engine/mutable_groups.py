@@ -176,7 +176,7 @@ class MutableGroups:
         instructions = core.handled(events.HostLeased(group, purpose, request.stream))
         owner = None if purpose is HostAccess.PERMANENT else request.owner
         record = LeaseRecord(
-            group, owner, "held", request.since, access=request.access, held=purpose
+            group, owner, "held", request.noted.since, access=request.access, held=purpose
         )
         core.deliver(instructions)  # first: what is leased to be changed has no other copy
         request.record = record

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from tierstore.engine.adoption import CASTS, CONTENT, WEIGHTS, ObjectReference, object_views
 from tierstore.engine.transaction import transaction
+from tierstore.errors import TierStoreError
 from tierstore.model import events
-from tierstore.model.errors import TierStoreError
 from tierstore.model.groups import GroupId, Source
 from tierstore.model.moves import Instruction
 from tierstore.model.tiers import Access, Tier

@@ -13,8 +13,8 @@ from tierstore.engine.core import Core, begin_room, end_room
 from tierstore.engine.request_loop import RequestLoop
 from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import Request, RequestKind
+from tierstore.errors import TransferError
 from tierstore.model import events
-from tierstore.model.errors import TransferError
 from tierstore.model.groups import NO_GROUP
 from tierstore.model.objects import refuse_unreadable
 from tierstore.system.views import laid_out, packed
@@ -77,12 +77,13 @@ class Puts:
         tensors: Tensors,
         *,
         durable: bool,
+        timeout: float | None = None,
     ) -> None:
         """See `TierStore.aput`."""
         request = Request(key, RequestKind.ROOM)
         try:
             data = self._claim(request, tensors, durable, {})
-            await self._requests.wait_async(request, self._granted)
+            await self._requests.wait_async(request, self._granted, timeout)
         except BaseException:
             self._requests.give_up(request)
             raise

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from tierstore.engine.checkpoint_file import CheckpointFile
-from tierstore.model.errors import InvalidHeaderError, TransferError
+from tierstore.errors import InvalidHeaderError, TransferError
 from tierstore.model.groups import Extent, FileTensor
 from tierstore.model.header import LENGTH_BYTES, Header, header_length, parse_header, shown
 from tierstore.model.weight_files import (

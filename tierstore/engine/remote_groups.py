@@ -12,8 +12,10 @@ from tierstore.engine.checkpoint_file import CheckpointFile
 from tierstore.engine.core import Core
 from tierstore.engine.transaction import transaction
 from tierstore.model import events
+from tierstore.model.formatting import size
 from tierstore.model.groups import (
     FileTensor,
+    GroupId,
     GroupSpec,
     Packing,
     Segment,
@@ -26,14 +28,14 @@ from tierstore.model.groups import (
 from tierstore.model.locks import RLock, exclusively
 from tierstore.model.sizes import slot_bytes
 from tierstore.model.tiers import Tier, UseOrder
-from tierstore.model.words import size
 from tierstore.progress import byte_bar
 from tierstore.system.views import view_all
-from tierstore.tiers.entry import REMOTE, GroupEntry, RemoteSource
+from tierstore.tiers.entry import REMOTE, GroupEntry
 from tierstore.tiers.object_store import RemoteObject
 from tierstore.tiers.pages import fresh_memory
 from tierstore.tiers.remote_tier import (
     IN_FLIGHT,
+    RemoteSource,
     RemoteTier,
     cache_key,
     fetch,
@@ -69,7 +71,7 @@ class RemoteGroups:
         if self._tier is None:
             core = self.core
             core.check_open()
-            if core.settings.tiers.link is not None:
+            if core.tiers.host.connected:
                 raise ValueError(
                     "a store that is connected to a service has no object stores of its own: "
                     "open a TierStore(ram_budget, disk_dir), or download the checkpoint"
@@ -107,13 +109,16 @@ class RemoteGroups:
         single: bool,
     ) -> dict[str, GroupEntry]:
         """Entries of groups, to be known by `know`. Opens the tier. Waits for the disk."""
-        self._open()
+        cache = self._open().cache
         objects = {file.path: file.remote for file in files if file.remote is not None}
         tensors = {t.name: t for file in files for t in file.tensors}
-        return {
-            key: _entry(self.core, key, [tensors[t.name] for t in spec.tensors], objects, single)
-            for key, (spec, _) in found.items()
-        }
+        described = {}
+        for key, (spec, _) in found.items():
+            lying = [tensors[t.name] for t in spec.tensors]
+            packing, source = _laid_out(lying, objects)
+            described[key] = entry = _entry(self.core.new_group(key), lying, packing, single)
+            cache.add(entry, source)
+        return described
 
     def know(self, entry: GroupEntry, use_order: UseOrder = UseOrder.LEARNED) -> None:
         """A group lies in an object store. Part of a transaction."""
@@ -187,7 +192,7 @@ def _runs(tensors: Iterable[FileTensor]) -> Iterator[list[FileTensor]]:
 
 
 def _recovered(entry: GroupEntry) -> events.Recovered:
-    tiers = (REMOTE,) if entry.cached is None else (Tier.DISK, REMOTE)
+    tiers = (REMOTE,) if entry.source is None else (Tier.DISK, REMOTE)
     return events.Recovered(
         (
             events.RecoveredGroup(
@@ -203,23 +208,13 @@ def _recovered(entry: GroupEntry) -> events.Recovered:
 
 
 def _entry(
-    core: Core,
-    key: str,
-    tensors: list[FileTensor],
-    objects: Mapping[str, RemoteObject],
-    single: bool,
+    group: GroupId, tensors: Iterable[FileTensor], packing: Packing, single: bool
 ) -> GroupEntry:
     """A group of these tensors. What is fetched is put where an object file has it, so that it lies
     alike whether it was fetched or was there."""
-    packing, source = _laid_out(tensors, objects)
     specs = {spec.name: spec for spec in packing.specs()}
-    return GroupEntry(
-        core.new_group(key),
-        group_of(key, [specs[t.name] for t in tensors], packing.nbytes),
-        packing=packing,
-        single=single,
-        remote=source,
-    )
+    spec = group_of(group.key, [specs[t.name] for t in tensors], packing.nbytes)
+    return GroupEntry(group, spec, packing=packing, single=single)
 
 
 def _laid_out(

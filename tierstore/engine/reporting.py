@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from tierstore.engine.core import Core
 from tierstore.engine.transaction import transaction
+from tierstore.model.formatting import count
 from tierstore.model.groups import GroupId
 from tierstore.model.tiers import Tier
-from tierstore.model.words import count
 from tierstore.observe.journal import Summary
 from tierstore.observe.passes import Passes
 from tierstore.observe.report import Shown
@@ -47,14 +47,13 @@ class Reporting:
         """Bytes by tier for what is registered: of a worker, its service's host memory."""
         core = self.core
         budgets = {tier: core.planner.budgets[tier] for tier in core.planner.tiers}
-        link = core.settings.tiers.link
-        return budgets if link is None else {**budgets, Tier.HOST: link.budget}
+        return {**budgets, Tier.HOST: core.tiers.host.weight_budget(budgets[Tier.HOST])}
 
     def budget_name(self, tier: Tier) -> str:
         """What a user calls the budget of `weight_budgets`."""
         if tier is not Tier.HOST:
             return f"{tier.name.lower()}_budget"
-        return "ram_budget" if self.core.settings.tiers.link is None else "tierstore-serve's --ram"
+        return self.core.tiers.host.budget_name
 
     def _stats(self, summary: Summary) -> Stats:
         core = self.core
@@ -81,15 +80,8 @@ class Reporting:
 
     def _of_service(self, stats: Stats) -> Stats:
         """What a service lends is counted apart."""
-        core = self.core
-        if core.settings.tiers.link is None:
-            return stats
-        return replace(
-            stats,
-            used_bytes=self._used(),
-            leased_bytes=core.planner.shared_used,
-            allowed_bytes=core.shared_budget,
-        )
+        leased, allowed = self.core.planner.shared_used, self.core.shared_budget
+        return replace(stats, used_bytes=self._used(), leased_bytes=leased, allowed_bytes=allowed)
 
     def _used(self) -> dict[str, int]:
         """Bytes on each tier, without those that are leased of a service."""

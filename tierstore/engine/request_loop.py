@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,8 +9,8 @@ from typing import TypeVar
 from tierstore.engine.core import Core, refuse_to_wait_for_itself
 from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.transaction import transaction
-from tierstore.engine.wait_queue import LOOK_AGAIN, Request, RequestKind
-from tierstore.model.errors import StoreTimeoutError
+from tierstore.engine.wait_queue import LOOK_AGAIN, LoopEvent, Request, RequestKind
+from tierstore.errors import StoreTimeoutError
 from tierstore.model.groups import NO_GROUP
 from tierstore.model.locks import check_may_wait
 from tierstore.observe.ranges import ranged
@@ -60,30 +59,35 @@ class RequestLoop:
     def _sleep_until(
         self, request: Request, attempt: Callable[[Request], T | None], timeout: float | None
     ) -> T:
+        wakeup = request.wakeup
+        assert not isinstance(wakeup, LoopEvent), "a coroutine waits in `wait_async`"
         ends = None if timeout is None else time.monotonic() + timeout
         while True:
             left = LOOK_AGAIN if ends is None else ends - time.monotonic()
             if left <= 0:
                 raise StoreTimeoutError(request.key, request.kind.value, timeout or 0.0)
-            request.wakeup.wait(min(left, LOOK_AGAIN))
+            wakeup.wait(min(left, LOOK_AGAIN))
             if (result := self._try(request, attempt)) is not None:
                 return result
 
-    async def wait_async(self, request: Request, attempt: Callable[[Request], T | None]) -> T:
+    async def wait_async(
+        self,
+        request: Request,
+        attempt: Callable[[Request], T | None],
+        timeout: float | None = None,
+    ) -> T:
         """`wait` for coroutines: never blocks the event loop."""
-        loop, woken = asyncio.get_running_loop(), asyncio.Event()
-        request.listener = loop, woken
+        request.wakeup = woken = LoopEvent()
+        ends = None if timeout is None else time.monotonic() + timeout
         try:
             while True:
-                woken.clear()
+                woken.reset()
                 if (result := self._try(request, attempt)) is not None:
                     return result
-                # Not asyncio.wait_for: in Python 3.11 it may lose a cancellation.
-                alarm = loop.call_later(LOOK_AGAIN, woken.set)
-                try:
-                    await woken.wait()
-                finally:
-                    alarm.cancel()
+                left = LOOK_AGAIN if ends is None else ends - time.monotonic()
+                if left <= 0:
+                    raise StoreTimeoutError(request.key, request.kind.value, timeout or 0.0)
+                await woken.wait(min(left, LOOK_AGAIN))
         except BaseException:
             self.give_up(request)
             raise
@@ -125,7 +129,7 @@ class RequestLoop:
             request.group = NO_GROUP
             return
         core.queue.leave(request)
-        core.observer.gave_up(request)
+        core.observer.gave_up(request.noted)
         if request.record is not None:
             self._lease_table.take_back(request.record)
         demand, request.group = request.demand, NO_GROUP

@@ -9,8 +9,8 @@ from tierstore.engine.core import Core
 from tierstore.engine.request_loop import RequestLoop
 from tierstore.engine.transaction import transaction
 from tierstore.engine.wait_queue import Request, RequestKind
+from tierstore.errors import ClosedError, StoreTimeoutError, TierStoreError
 from tierstore.model import events
-from tierstore.model.errors import ClosedError, StoreTimeoutError, TierStoreError
 from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.progress import bar
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
 from tierstore.engine.core import Core
 from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.transaction import transaction
 from tierstore.model import events
 
+if TYPE_CHECKING:  # it needs a package that not every installation has
+    from tierstore.tiers.service_link import ServiceLink
+
 
 class ServiceAllowance:
     """Hears what the service says unasked, on the thread that reads the connection."""
 
-    def __init__(self, core: Core, lease_table: LeaseTable) -> None:
+    def __init__(self, core: Core, lease_table: LeaseTable, link: ServiceLink) -> None:
         self.core = core
         self._lease_table = lease_table
-        link = core.settings.tiers.link
-        if link is None:
-            return
         # Whoever drops a store without closing it must not find it kept alive by that thread.
         listener = weakref.ref(self)
 

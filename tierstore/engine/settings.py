@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
+from tierstore.errors import DeviceError
 from tierstore.model import shares, sizes
-from tierstore.model.errors import DeviceError
+from tierstore.model.formatting import Units, size
 from tierstore.model.sizes import PAGE, available_memory, is_auto, parse_size, usable_memory
 from tierstore.model.tiers import Tier
-from tierstore.model.words import Units, size
 from tierstore.tiers.assembly import TierSettings as TierSettings
 
 Size = int | float | str

@@ -16,7 +16,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from tierstore.model.errors import ReentrantCallError, TierStoreError
+from tierstore.errors import ReentrantCallError, TierStoreError
 from tierstore.model.locks import if_free, inside, under
 
 P = ParamSpec("P")

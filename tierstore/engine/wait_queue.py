@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
@@ -26,7 +25,7 @@ from typing import Any
 from tierstore.model.groups import NO_GROUP, GroupId
 from tierstore.model.locks import AutoResetEvent
 from tierstore.model.tiers import Access, HostAccess
-from tierstore.observe.journal import LeaseUse, Span
+from tierstore.observe.journal import AcquireNote, LeaseUse
 
 LOOK_AGAIN = 1.0
 """Seconds between looks at what nobody can be woken for: leases that were lost, not released."""
@@ -51,6 +50,35 @@ class RequestKind(Enum):
     SAVE = "a copy on disk"
 
 
+class LoopEvent:
+    """Wakes the coroutine that waits for it, from any thread."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._set = asyncio.Event()
+
+    def set(self) -> None:
+        """Wake who waits."""
+        with suppress(RuntimeError):  # the loop was closed, and nobody waits there any more
+            self._loop.call_soon_threadsafe(self._set.set)
+
+    def clear(self) -> None:
+        """Nothing: `wait` forgets that it was rung, on the thread of the loop."""
+
+    async def wait(self, seconds: float) -> None:
+        """Wait until it is rung, or for so long. What rang before is for `reset` to forget."""
+        # Not asyncio.wait_for: in Python 3.11 it may lose a cancellation.
+        alarm = self._loop.call_later(seconds, self._set.set)
+        try:
+            await self._set.wait()
+        finally:
+            alarm.cancel()
+
+    def reset(self) -> None:
+        """Forget that it was rung. By the coroutine."""
+        self._set.clear()
+
+
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What the planner pursues because of a request, until it is met or taken back."""
@@ -62,11 +90,11 @@ class Demand:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
-    """A caller that wants something of `key`. `tried` is the epoch of its last vain attempt.
+    """A caller that wants something of `key`.
 
-    `group` is the one that the planner pursues; NO_GROUP if it pursues none. `met` says how an
-    acquire was met; `stall` is its wait, which began on an accelerator at `mark`; `record` is of
-    the lease that it got. `stream` is who uses one group after another: the thread, or a worker.
+    `group` is the one that the planner pursues; NO_GROUP if it pursues none. `record` is of the
+    lease that it got. `stream` is who uses one group after another: the thread, or a worker. Of an
+    acquire, `noted` is for the journal. `wakeup` has whoever waits try again.
     """
 
     key: str
@@ -75,28 +103,15 @@ class Request:
     purpose: HostAccess | None = None
     group: GroupId = NO_GROUP
     owner: object = field(default_factory=caller)
-    since: float = field(default_factory=time.monotonic)
-    tried: int = -1
-    met: str = ""
-    stall: Span | None = None
-    mark: Any = None
-    record: LeaseRecord | None = None
     stream: int = field(default_factory=threading.get_ident)
-    wakeup: AutoResetEvent = field(default_factory=AutoResetEvent)
-    listener: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+    noted: AcquireNote = field(default_factory=AcquireNote)
+    record: LeaseRecord | None = None
+    wakeup: AutoResetEvent | LoopEvent = field(default_factory=AutoResetEvent)
 
     @property
     def demand(self) -> Demand:
         """What the planner pursues for it."""
         return Demand(self.kind, self.group, self.purpose)
-
-    def wake(self) -> None:
-        """Have it try again."""
-        self.wakeup.set()
-        if self.listener is not None:
-            loop, woken = self.listener
-            with suppress(RuntimeError):  # the loop was closed, and nobody waits there any more
-                loop.call_soon_threadsafe(woken.set)
 
 
 @dataclass(eq=False, slots=True)
@@ -115,10 +130,12 @@ class LeaseRecord(LeaseUse):
 
 
 class QueuedRequest(weakref.ref[Request]):
-    """Of a request that waits, and of its demand, which may be all that is left of it."""
+    """Of a request that waits, and of its demand, which may be all that is left of it. `tried` is
+    the epoch of its last vain attempt."""
 
-    __slots__ = ("demand",)
+    __slots__ = ("demand", "tried")
     demand: Demand
+    tried: int
 
 
 class WaitQueue:
@@ -178,9 +195,9 @@ class WaitQueue:
             return
         for request in self.requests():
             if self._ready(request):
-                request.wake()
+                request.wakeup.set()
             else:
-                request.tried = self._epoch
+                self._queued[id(request)].tried = self._epoch
         self._call(self._stuck())
 
     def add_lease(self, owner: object, version: GroupId) -> None:
@@ -218,9 +235,8 @@ class WaitQueue:
     def tried_in_vain(self, request: Request) -> None:
         """The request has to wait for a change. Raises if there can be none."""
         request.wakeup.clear()
-        request.tried = self._epoch
         queued = QueuedRequest(request)
-        queued.demand = request.demand
+        queued.demand, queued.tried = request.demand, self._epoch
         self._queued[id(request)] = queued
         stuck = self._stuck()
         if request in stuck:
@@ -235,7 +251,7 @@ class WaitQueue:
         holders = {*self._held, *(request.owner for request in interrupted)}
         if not holders or not holders <= waiting.keys() or not self._idle(interrupted):
             return []
-        if any(request.tried != self._epoch for request in waiting.values()):
+        if any(self._queued[id(request)].tried != self._epoch for request in waiting.values()):
             return []
         return [request for owner, request in waiting.items() if owner in holders]
 
@@ -260,4 +276,4 @@ class WaitQueue:
         if stuck and self._called != self._epoch:
             self._called = self._epoch
             for request in stuck:
-                request.wake()
+                request.wakeup.set()

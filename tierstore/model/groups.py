@@ -241,11 +241,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Source:
-    """How a group's bytes are had from files."""
+    """How a group's bytes are had from files, which stay for as long as anybody has this: `keeps`
+    are references to them."""
 
     segments: tuple[Segment, ...]
     moves: tuple[Move, ...] = ()
     checks: tuple[Check, ...] = field(default=(), repr=False)
+    keeps: tuple[object, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def nbytes(self) -> int:

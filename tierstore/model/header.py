@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import xxhash
 
-from tierstore.model.errors import InvalidHeaderError, TransferError
+from tierstore.errors import InvalidHeaderError, TransferError
 from tierstore.model.groups import DTYPE_SIZES, NOT_IN_TORCH, PACKED, Packing
 from tierstore.model.scanning import Scanner
 from tierstore.model.sizes import PAGE, round_up

@@ -20,8 +20,8 @@ from collections.abc import Callable
 from threading import Lock, RLock
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from tierstore.errors import ReentrantCallError
 from tierstore.model import signal_handlers
-from tierstore.model.errors import ReentrantCallError
 
 P = ParamSpec("P")
 S = TypeVar("S")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import NoReturn
 
-from tierstore.model.errors import CorruptDataError, TransferError
+from tierstore.errors import CorruptDataError, TransferError
 from tierstore.model.groups import (
     DTYPE_SIZES,
     Block,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from urllib.parse import urlsplit
 
-from tierstore.model.errors import UrlError
+from tierstore.errors import UrlError
 
 _USER = re.compile(r"(://)(?:[^\s/?#@]*:[^\s@]*|(?<=http://)[^\s/?#@]*|(?<=https://)[^\s/?#@]*)@")
 _QUERY = re.compile(r"(://[^\s?#]*[?#])[^\s)\"',]+")

@@ -27,8 +27,8 @@ from dataclasses import MISSING, dataclass, fields, replace
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+from tierstore.errors import TransferError
 from tierstore.model import events
-from tierstore.model.errors import TransferError
 from tierstore.model.events import Event
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Instruction

@@ -16,7 +16,7 @@ import itertools
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from tierstore.model.groups import GroupId
 from tierstore.model.locks import RLock, if_free, under
@@ -80,6 +80,17 @@ class LeaseUse:
     released: float = 0.0
     ready: float = 0.0
     done: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class AcquireNote:
+    """An acquire that began at `since`, and how it was `met`. Its wait is the `stall`, which began
+    on an accelerator at `mark`, a `Mark`."""
+
+    since: float = field(default_factory=time.monotonic)
+    met: str = ""
+    stall: Span | None = None
+    mark: Any = None
 
 
 @dataclass(eq=False, slots=True)

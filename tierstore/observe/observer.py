@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -15,7 +15,16 @@ from tierstore.model.groups import GroupId
 from tierstore.model.locks import RLock, guarded
 from tierstore.model.tiers import Tier, UseOrder
 from tierstore.observe.device_times import DeviceTimes, Mark
-from tierstore.observe.journal import PLANNED, ROUTED, STALL, Journal, LeaseUse, Span, Summary
+from tierstore.observe.journal import (
+    PLANNED,
+    ROUTED,
+    STALL,
+    AcquireNote,
+    Journal,
+    LeaseUse,
+    Span,
+    Summary,
+)
 from tierstore.observe.stats import BYTES_MOVED, ActivationStats, Stats
 
 
@@ -70,19 +79,6 @@ def reserved_bytes(device: torch.device) -> int | None:
     return None if ask is None else int(ask(device))
 
 
-class Acquire(Protocol):
-    """A caller that asks for `key` since `since`; how it is `met`, and its wait, are noted on it.
-
-    On an accelerator the wait (`stall`) began at `mark`, a `Mark`.
-    """
-
-    key: str
-    since: float
-    met: str
-    stall: Span | None
-    mark: Any
-
-
 class Occupancy(Protocol):
     """The bytes of each tier that are used now, were at most, and may be; the fastest first."""
 
@@ -121,30 +117,35 @@ class Observer:
             self._used = now
             self.journal.levels.add((time.monotonic(), now))
 
-    def asked(self, request: Acquire, met: str) -> None:
+    def asked(self, noted: AcquireNote, met: str) -> None:
         """An acquire begins; it is a hit, late or a miss."""
-        request.met = met
+        noted.met = met
         self.counts[met] += 1
 
-    def waits(self, request: Acquire, stream: torch.Stream | None = None) -> None:
-        """What an acquire asks for is not there (yet). `stream` is the current one, if known."""
-        if request.stall is None:
-            request.stall = Span(STALL, request.key, note=request.met, start=request.since)
+    def waits(self, noted: AcquireNote, key: str, stream: torch.Stream | None = None) -> None:
+        """What an acquire of `key` asks for is not there (yet). `stream` is the current one, if
+        known."""
+        if noted.stall is None:
+            noted.stall = Span(STALL, key, note=noted.met, start=noted.since)
             if self._times is None:
-                self.journal.begin(request.stall)
+                self.journal.begin(noted.stall)
             else:
-                request.mark = self._times.mark(stream)
+                noted.mark = self._times.mark(stream)
 
     def arrives(
-        self, request: Acquire, arrival: torch.Event | None, stream: torch.Stream | None
+        self,
+        noted: AcquireNote,
+        key: str,
+        arrival: torch.Event | None,
+        stream: torch.Stream | None,
     ) -> None:
         """The device will wait for `arrival`, if that has not come yet, before it goes on."""
         if arrival is not None and not arrival.query():
-            self.waits(request, stream)
+            self.waits(noted, key, stream)
 
     def granted(
         self,
-        request: Acquire,
+        noted: AcquireNote,
         use: LeaseUse,
         nbytes: int,
         stream: torch.Stream | None,
@@ -159,12 +160,12 @@ class Observer:
         use.granted = time.monotonic()
         if use.met != PLANNED:
             self.journal.uses.add(use)
-        stall, request.stall = request.stall, None
+        stall, noted.stall = noted.stall, None
         if self._times is None:
             if stall is not None:
                 self.journal.end(stall)
         elif stall is not None or learned:
-            waited = () if stall is None else (request.mark,)
+            waited = () if stall is None else (noted.mark,)
             began = functools.partial(self._began, use, stall, learned)
             self._times.tell(began, *waited, self._times.mark(stream))
 
@@ -176,12 +177,12 @@ class Observer:
         if learned:
             self._ran(use.group, times[0], times[-1])
 
-    def gave_up(self, request: Acquire) -> None:
+    def gave_up(self, noted: AcquireNote) -> None:
         """An acquire has failed, or was interrupted."""
-        if request.stall is not None:
-            request.stall.note = "failed"
-            self.journal.end(request.stall)
-            request.stall = None
+        if noted.stall is not None:
+            noted.stall.note = "failed"
+            self.journal.end(noted.stall)
+            noted.stall = None
 
     def released(self, use: LeaseUse, mark: Mark | None) -> None:
         """A lease was given back; `mark` is the end of what the device does with it."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tierstore.model.words import count, printable, size, units_of, units_of_tiers
+from tierstore.model.formatting import count, printable, size, units_of, units_of_tiers
 
 if TYPE_CHECKING:
     from tierstore.observe.stats import Stats

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from tierstore.model.words import count, size
+from tierstore.model.formatting import count, size
 from tierstore.observe.report import Shown, shown_by
 
 

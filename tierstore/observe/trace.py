@@ -35,7 +35,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NoReturn
 
-from tierstore.model.errors import InvalidTraceError
+from tierstore.errors import InvalidTraceError
 from tierstore.model.tiers import TIERS
 from tierstore.observe.event_log import EventRecord, from_document
 from tierstore.observe.stats import Stats

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tierstore.model.errors import BudgetError
+from tierstore.errors import BudgetError
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import Tier, in_memory
 from tierstore.plan.policy import Policy
-from tierstore.plan.pools import LARGER_ARENA, Pool
+from tierstore.plan.pools import Pool
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import CopyRecord, GroupRecord, State
 from tierstore.plan.schedule import Schedule
@@ -132,12 +132,8 @@ class CopyTable:
         """Raise BudgetError if one of `pools` is too small for it."""
         for pool in pools:
             if pool.limit is not None and nbytes > pool.limit:
-                name = pool.tier.name
-                option = "ram_budget" if pool.tier is Tier.HOST else f"{name.lower()}_budget"
-                advice = f"raise {option} to at least {nbytes:,} bytes, or use smaller groups"
-                if pool.shared:
-                    advice = LARGER_ARENA
-                raise BudgetError(group.key, name, nbytes, pool.limit, advice)
+                advice = pool.advice(nbytes)
+                raise BudgetError(group.key, pool.tier.name, nbytes, pool.limit, advice)
 
     def largest_in_memory(self) -> int:
         """Bytes of the largest group that no persistent tier has room for yet."""

@@ -17,7 +17,7 @@ from tierstore.plan.schedule import Schedule
 
 @dataclass(eq=False, slots=True)
 class Uses:
-    """Learns from each use: the order of uses, the times between them, and who should stay."""
+    """Learns from each use: the order of uses, and the times between them."""
 
     _policy: Policy
     _schedule: Schedule
@@ -39,9 +39,6 @@ class Uses:
             prefetcher.came(group.number)
             return
         prefetcher.used(group.number, self._schedule.advance_past(group.id.key, stream))
-        if prefetcher.choose_retained(group.number):
-            retention = prefetcher.retention
-            self._policy.keep(retention.staying, retention.nearer)
 
     def ended(self, event: events.StreamEnded) -> bool:
         """A user is gone: forget the order that was learned of it."""

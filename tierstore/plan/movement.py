@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from tierstore.model.errors import BudgetError
+from tierstore.errors import BudgetError
 from tierstore.model.tiers import HostAccess, Tier
 from tierstore.plan.copies import CopyTable
 from tierstore.plan.eviction import Eviction
 from tierstore.plan.matching import Numbers
-from tierstore.plan.pools import LARGER_ARENA, Pool
+from tierstore.plan.pools import Pool
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
@@ -331,15 +331,12 @@ class Fixpoint:
         copies = self._copies
         shared = copies.shared
         if group.shared and shared.tier not in group.copies and group.nbytes > (shared.limit or 0):
-            return _budget_error(group, shared, LARGER_ARENA)
+            return _budget_error(group, shared, shared.advice())
         pool = copies.pool(group, copies.top)
         needed = self._kept(pool) + group.nbytes
         if group in self._requests.demands and pool.limit is not None and needed > pool.limit:
-            name = "ram_budget" if pool.tier is copies.host else f"{pool.tier.name.lower()}_budget"
-            more = f"raise {name} to at least {needed:,} bytes, or use smaller groups"
-            if pool.shared:
-                more = LARGER_ARENA
-            advice = f"{needed - group.nbytes:,} bytes are in use there for good; {more}"
+            kept = needed - group.nbytes
+            advice = f"{kept:,} bytes are in use there for good; {pool.advice(needed)}"
             return _budget_error(group, pool, advice)
         stuck = max(self._may_need_host_memory(group), key=lambda g: g.nbytes)
         pool = copies.pool(stuck, copies.host)
@@ -348,7 +345,7 @@ class Fixpoint:
             advice = f"{kept:,} bytes are in use there for good"
             if stuck is not group:
                 advice += f", which leaves no room for group {stuck.id.key!r} to go there"
-            advice += f"; {LARGER_ARENA if pool.shared else 'raise ram_budget'}"
+            advice += f"; {pool.advice()}"
             return _budget_error(group, pool, advice)
         pool = copies.pools[copies.below[copies.host]]
         advice = (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -56,12 +56,6 @@ class Policy(Protocol):
     def dropped(self, group: GroupId, tier: Tier) -> None:
         """The copy of `group` on `tier` is gone."""
 
-    def keep(self, numbers: Collection[int], nearer: float) -> None:
-        """These groups, by their numbers in the schedule, should stay in host memory.
-
-        They are given up as if their next use were so many times (below 1) as far ahead.
-        """
-
     def victims(self, tier: Tier, rival: GroupId | None) -> Iterator[GroupId]:
         """Groups with a copy on `tier`, the one missed least first.
 
@@ -88,7 +82,7 @@ class Order(Protocol):
         stream of uses."""
 
     def number(self, group: GroupId) -> int:
-        """By which number `stay` tells of a group."""
+        """By which number `ranks` tells of a group."""
 
 
 class LeastRecentlyUsed:
@@ -283,7 +277,6 @@ class RankingPolicy:
         self._disk, *self._below = (tier for tier in tiers if tier.persistent)
         self._order = order
         self._rows = CopyRows(tiers)
-        self.keep((), nearer=1.0)
 
     def admitted(self, group: GroupId, tier: Tier) -> None:
         row = self._rows.row.get(group)
@@ -302,10 +295,6 @@ class RankingPolicy:
         row = self._rows.row.get(group)
         if row is not None:
             self._rows.leave(row, tier)
-
-    def keep(self, numbers: Collection[int], nearer: float) -> None:
-        self._kept = np.array(list(numbers), dtype=np.int64)
-        self._nearer = nearer
 
     def victims(self, tier: Tier, rival: GroupId | None) -> Iterator[GroupId]:
         spared = self._order.spared(self._rows)
@@ -332,7 +321,6 @@ class RankingPolicy:
             if self._below:
                 self._miss_less(found, rows.on(self._disk) & self._is_below())
             found[settled] += _FIRST
-            self._spare(found, settled, rival)
         elif tier is self._device:
             self._miss_less(found, rows.on(self._host))
         elif tier is self._disk and self._below:
@@ -356,18 +344,6 @@ class RankingPolicy:
         for tier in self._below:
             found |= self._rows.on(tier)
         return found
-
-    def _spare(self, ranks: Ranks, settled: Rows, rival: GroupId | None) -> None:
-        """Lower the ranks of the host copies that should stay, but not of those that are `settled`
-        on the device."""
-        if not len(self._kept):
-            return
-        kept = self._rows.on(self._host) & np.isin(self._rows.number[: len(ranks)], self._kept)
-        # Once all are there, a prefetch takes none of them: it waits for room among the others.
-        closed = rival is not None and kept.sum() == len(self._kept)
-        kept[settled] = False
-        farther = self._order.farther(self._rows, ranks[kept], self._nearer)
-        ranks[kept] = -np.inf if closed else farther
 
     def _settled(self, ranks: Ranks, on: Tier | None, leaving: int) -> Rows:
         """What is on this tier, not about to leave it, and safe on disk or below."""

@@ -27,6 +27,15 @@ class Pool:
     shared: bool = False
     used: int = 0
 
+    def advice(self, nbytes: int | None = None) -> str:
+        """How to make room (for a limit of so many bytes)."""
+        if self.shared:
+            return LARGER_ARENA
+        option = "ram_budget" if self.tier is Tier.HOST else f"{self.tier.name.lower()}_budget"
+        if nbytes is None:
+            return f"raise {option}"
+        return f"raise {option} to at least {nbytes:,} bytes, or use smaller groups"
+
     def has_room(self, nbytes: int) -> bool:
         """Whether so many bytes more are within the limit."""
         return self.limit is None or self.used + nbytes <= self.limit
@@ -49,11 +58,9 @@ class Sizes:
     allowed: int = 0
     shared: set[int] = field(default_factory=set)
 
-    def beside(self, tier: Tier) -> int:
-        """Bytes of `tier` beside its budget."""
-        return self.allowed if self.shared and tier is self.host else 0
-
     def of(self, tier: Tier) -> int | None:
         """All bytes of `tier`; None for no limit."""
         budget = self.budgets[tier]
-        return None if budget is None else budget + self.beside(tier)
+        if budget is None or not self.shared or tier is not self.host:
+            return budget
+        return budget + self.allowed

@@ -33,7 +33,6 @@ from tierstore.plan.foreseen import NEAR, Foreseen, values_of
 from tierstore.plan.hop_speed import HopSpeed
 from tierstore.plan.matching import Numbers
 from tierstore.plan.pools import Sizes
-from tierstore.plan.retention import RetentionSet
 from tierstore.plan.schedule import Schedule
 
 WINDOW = 400
@@ -90,7 +89,6 @@ class Prefetcher:
         self._way_to = {dst: (src, dst) for dst, src in pairwise(tiers)}
         self._host = in_memory(tiers)[-1]
         self.sizes = Sizes(budgets, self._host)
-        self.retention = RetentionSet(schedule, budgets[self._host])
         # By number: bytes, seconds of computing after a use, on which tiers it has room, and for
         # how many bytes it should have some, had it time.
         self.nbytes = np.zeros(_ROOM, dtype=np.int64)
@@ -104,9 +102,7 @@ class Prefetcher:
         self._known_bytes = 0
         self._on_top = 0
         self._surprise = 1.0  # how far the latest times were from what was expected
-        # By stream: the use that goes on, and since when it waits for a group.
-        self._uses: dict[int, _Use] = {}
-        self._asked_since: dict[int, float] = {}
+        self._uses: dict[int, _Use] = {}  # by stream: the use that goes on
 
     # Books -------------------------------------------------------------------------------------
 
@@ -198,9 +194,7 @@ class Prefetcher:
 
     def asked(self, number: int, stream: int = 0) -> None:
         """A stream asks for a group: the computing after its last use is over."""
-        now = self.now
-        self._asked_since.setdefault(stream, now)
-        use = self._uses.get(stream)
+        now, use = self.now, self._uses.get(stream)
         if use is None:
             return
         use.spent += now - use.resumed
@@ -212,7 +206,6 @@ class Prefetcher:
 
     def _learn(self, number: int, spent: float) -> None:
         """A use is over: so many seconds of computing followed it."""
-        self.retention.passed(computed=spent)
         old = self._seconds.item(number)
         if not old:
             self._seconds[number] = spent
@@ -230,9 +223,6 @@ class Prefetcher:
         """A group was lent: the computing of a stream goes on."""
         self.came(number)
         now, use = self.now, self._uses.get(stream)
-        asked = self._asked_since.pop(stream, None)
-        if asked is not None and not self._timed_by_device:
-            self.retention.passed(waited=now - asked)
         if number < 0:
             self._uses.pop(stream, None)  # nothing is foreseen of an older version
         elif use is None or use.number != number:
@@ -242,7 +232,6 @@ class Prefetcher:
 
     def ran(self, number: int, asked: float, began: float) -> None:
         """On the device a use began, for which it had waited since it was `asked` for."""
-        self.retention.passed(waited=began - asked)
         last = self._running
         if last is not None:
             last.spent += max(asked - last.resumed, 0.0)  # streams are told of in any order
@@ -264,23 +253,6 @@ class Prefetcher:
             return 0.0
         spent = use.spent + self.now - use.resumed
         return max(self._seconds.item(use.number) - spent, 0.0)
-
-    def choose_retained(self, number: int) -> bool:
-        """After a use: see who should stay in host memory. True if it is news."""
-        if self.all_there():
-            return False
-        before = (self.retention.staying, self.retention.nearer)
-        if length := self.retention.round_of(number):
-            order = self._schedule.ahead(length)
-            order = order[order < len(self.nbytes)]
-            for nearer in self._tiers:
-                if nearer < self._host:
-                    order = order[~self._held[nearer][order]]
-            speed = self.hops[self._way_to[self._host]].bandwidth
-            if speed is not None and len(order):
-                self.retention.beside = self.sizes.beside(self._host)
-                self.retention.begin_round(order, self.nbytes[order], self._seconds[order], speed)
-        return (self.retention.staying, self.retention.nearer) != before
 
     @property
     def several(self) -> bool:

@@ -82,12 +82,6 @@ class Schedule(Protocol):
     def end(self, stream: int) -> None:
         """A user is gone, and what was learned of its uses is of no use any more."""
 
-    def round(self, number: int) -> int:
-        """After how many uses the group in use comes again; 0 if that is not known."""
-
-    def repeats(self, length: int) -> bool:
-        """Whether the next uses, so many, are expected to be what the latest ones were."""
-
     def ranks(self, numbers: Numbers) -> Ranks:
         """For each number, when it is used next, on a scale of its own; infinity: not expected."""
 
@@ -275,17 +269,6 @@ class LearnedOrder:
             return float(self.ranks(np.array([number]))[0]) - self.history.place
         rate = self.rates.rate(number)
         return self.rates.span / rate if rate > 0 else math.inf
-
-    def round(self, number: int) -> int:
-        """After how many uses the group in use, `number`, comes again; 0 if that is not known."""
-        if not self.trusted or self.known.expected:
-            return 0
-        away = float(self.history.next_places()[number]) - self.history.place
-        return int(away) if math.isfinite(away) else 0
-
-    def repeats(self, length: int) -> bool:
-        """Whether the next uses, so many, are expected to be what the latest ones were."""
-        return self.trusted and self.history.repeats(length)
 
     def ranks(self, numbers: Numbers) -> Ranks:
         """For each number, when it is used next, on a scale of its own; infinity: not expected."""

@@ -102,11 +102,3 @@ class UseHistory:
     def following(self, count: int) -> Numbers:
         """The numbers of the uses that are expected, so many at most."""
         return self._uses[self.place + 1 : min(self.place + 1 + count, self.length)]
-
-    def repeats(self, length: int) -> bool:
-        """Whether the latest `length` uses are the ones that are expected again."""
-        now, place = self.length, self.place + 1
-        if place + length > now:
-            return False
-        latest = self._uses[now - length : now]
-        return bool(np.array_equal(latest, self._uses[place : place + length]))

@@ -355,16 +355,6 @@ class UseStreams:
         """The uses of keys that data choose, of the stream that goes on."""
         return self._first.order.routed
 
-    def round(self, number: int) -> int:
-        """After how many uses the group in use comes again; 0 if that is not known."""
-        only = self._only() if self._foretell else None
-        return 0 if only is None else only.round(number)
-
-    def repeats(self, length: int) -> bool:
-        """Whether the next uses, so many, are expected to be what the latest ones were."""
-        only = self._only() if self._foretell else None
-        return only is not None and only.repeats(length)
-
     def ranks(self, numbers: Numbers) -> Ranks:
         """For each number, when it is used next; infinity: not expected."""
         only = self._only()

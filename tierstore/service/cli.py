@@ -10,12 +10,10 @@ import signal
 import socket
 import sys
 import time
-from typing import Any
 
 import click
 
-from tierstore.completion import directories, enable_completion, files
-from tierstore.model.errors import TierStoreError
+from tierstore.errors import TierStoreError
 from tierstore.model.extras import extra_for
 from tierstore.model.sizes import parse_size
 from tierstore.service import sockets
@@ -26,23 +24,13 @@ DEADLINE = 10.0
 """Seconds for workers to give leases back once the service is to end."""
 
 
-class Program(click.Command):
-    """The command, which shells can complete."""
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it, or tell a shell what could come next."""
-        enable_completion()
-        return super().main(*args, **kwargs)
-
-
 @click.command(
-    cls=Program,
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="\b\nExamples:\n"
     "  tierstore-serve /nvme/tierstore --ram 200GB\n"
     "  tierstore-serve /nvme/tierstore --ram auto --disk 1TB --metrics 9400",
 )
-@click.argument("directory", metavar="DIR", shell_complete=directories)
+@click.argument("directory", metavar="DIR", type=click.Path(file_okay=False, readable=False))
 @click.option(
     "--ram", required=True, help="Host memory: 200GB, 50%, or auto (half of what is free)."
 )
@@ -51,8 +39,8 @@ class Program(click.Command):
     "--socket",
     "path",
     default=None,
-    help="Where to listen. Left out: a path is chosen.",
-    shell_complete=files,
+    type=click.Path(readable=False),
+    help="Unix socket path (default: derived from DIR).",
 )
 @click.option("--metrics", type=int, default=None, help="Serve Prometheus metrics on this port.")
 @click.option("--deadline", default=DEADLINE, show_default=True, help="Seconds to end in.")

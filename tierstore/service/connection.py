@@ -23,8 +23,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from tierstore.errors import BudgetError, TierStoreError
 from tierstore.lease import Lease
-from tierstore.model.errors import BudgetError, TierStoreError
 from tierstore.service.file_thread import FileThread
 from tierstore.service.passed_files import PassedFiles
 from tierstore.service.shared_groups import ServedGroup

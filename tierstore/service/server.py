@@ -20,8 +20,8 @@ import torch
 from tierstore.engine.directories import resolved_directory
 from tierstore.engine.engine import Engine
 from tierstore.engine.settings import Settings, TierSettings
+from tierstore.errors import BudgetError
 from tierstore.lease import Lease
-from tierstore.model.errors import BudgetError
 from tierstore.model.tiers import Tier
 from tierstore.plan.planner import NEXT_USE_UNFORETOLD
 from tierstore.service.allowances import allowances

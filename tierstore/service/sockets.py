@@ -9,7 +9,7 @@ import socket
 import stat
 import tempfile
 
-from tierstore.model.errors import StoreLockedError, TierStoreError
+from tierstore.errors import StoreLockedError, TierStoreError
 from tierstore.system.private import make_directories, why_not_private
 
 LONGEST = 107

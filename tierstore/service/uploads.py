@@ -7,7 +7,7 @@ import torch
 from tierstore.engine.adoption import WEIGHTS, content_hash
 from tierstore.engine.core import refuse_beyond_the_disk
 from tierstore.engine.engine import Engine
-from tierstore.model.errors import CorruptDataError
+from tierstore.errors import CorruptDataError
 from tierstore.model.groups import DTYPE_SIZES, TensorSpec
 from tierstore.system.maps import nameless_file_memory
 from tierstore.system.views import DTYPES, view_one

@@ -9,7 +9,7 @@ import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from tierstore.model.errors import StaleCheckpointError
+from tierstore.errors import StaleCheckpointError
 from tierstore.model.locks import RLock, guarded
 from tierstore.system.files import DataFile, FileStamp
 

@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from tierstore.model.errors import DiskFullError, TransferError, TruncatedFileError
+from tierstore.errors import DiskFullError, TransferError, TruncatedFileError
 from tierstore.model.groups import Source
 from tierstore.model.header import LENGTH_BYTES, MAX_HEADER_BYTES, digest
 from tierstore.model.locks import RLock, guarded

@@ -16,7 +16,7 @@ import stat
 import time
 from pathlib import Path
 
-from tierstore.model.errors import StoreLockedError
+from tierstore.errors import StoreLockedError
 from tierstore.system.files import close_quietly
 from tierstore.system.objects import LOCK, READ
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tierstore.model.errors import TruncatedFileError
+from tierstore.errors import TruncatedFileError
 from tierstore.model.groups import Extent
 from tierstore.model.sizes import PAGE
 from tierstore.system.files import close_quietly, read_fully, transfer_error, transfer_errors

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from tierstore.model.errors import (
+from tierstore.errors import (
     CorruptDataError,
     InvalidHeaderError,
     TierStoreError,

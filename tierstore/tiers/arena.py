@@ -38,7 +38,8 @@ class Slot:
     """Room for one group. `memory` (uint8, `nbytes` long) is there from `Arena.fill` on.
 
     `pending` are events of device work that still uses the memory: whoever writes to it, or
-    unmakes it, waits for them first. A slot that was given back before it had any memory is not
+    unmakes it, waits for them first. `arrival` is an event of the device that has passed once the
+    group has come into a slot there. A slot that was given back before it had any memory is not
     `wanted`: it never gets some. `views` are the tensors of the group, once somebody looked at it.
     The last lease ended in `stream` of a device; in `streams` views of it may be used after one.
     A small page-locked slot is part of a `slab`; callers may have a view of one that is `exposed`.
@@ -49,6 +50,7 @@ class Slot:
     wanted: bool = True
     views: SlotViews | None = None
     pending: list[torch.Event] = field(default_factory=list)
+    arrival: torch.Event | None = None
     stream: torch.Stream | None = None
     streams: set[torch.Stream] = field(default_factory=set)
     slab: RegisteredSlab | None = None

@@ -106,7 +106,7 @@ def _build(
     files, disk_workers = FileTable(directory.path), workers(DISK_THREADS, "disk")
     offload = disk_workers if on_device is None else workers(1, "offload")
     disk = DiskTier(budgets[Tier.DISK], directory, files, names, serial, disk_workers)
-    reader = DiskReader(files, disk_workers, settings.verify)
+    reader = DiskReader(files, disk_workers, settings.verify, disk.fetched)
     arena, link = _host_arena(settings), settings.link
     host: HostTier
     if link is None:

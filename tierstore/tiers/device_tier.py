@@ -71,9 +71,10 @@ class DeviceTier(MemoryTier):
             slot.streams.add(slot.stream)
 
     def drop(self, entry: GroupEntry) -> None:
-        if entry.arrival is not None:
-            entry.slots[self.tier].pending.append(entry.arrival)
-            entry.arrival = None
+        slot = entry.slots.get(self.tier)
+        if slot is not None and slot.arrival is not None:
+            slot.pending.append(slot.arrival)
+            slot.arrival = None
         self._drop(entry, functools.partial(self._give, keep=not entry.mutable))
 
     def give_back_idle(self) -> None:
@@ -143,9 +144,7 @@ class DeviceTier(MemoryTier):
             if entry.arrival is None and entry.group not in coming:
                 entry.slots.pop(self.tier, None)
             slot = entry.slots.get(self.tier)
-            if slot is None:
-                entry.arrival = None
-            else:
+            if slot is not None:
                 in_use.append(slot)
         in_use += [entry.slots[self.tier] for entry in self.borrowed if self.holds(entry)]
         self.arena.recount(in_use)
@@ -162,15 +161,21 @@ def copy_runs(
         target.copy_(source, non_blocking=True)
 
 
-def parts_of(spec: GroupSpec, host: torch.Tensor, device: torch.Tensor) -> Places:
-    """Each run of a group's bytes, in memory of the host and of the device."""
-    return [
-        (
-            _part(host, run.host_offset, run.nbytes),
-            _part(device, run.device_offset, run.nbytes),
-        )
-        for run in spec.runs
-    ]
+def parts_of(spec: GroupSpec, host: torch.Tensor, device: torch.Tensor, offset: int = 0) -> Places:
+    """Each run of a group's bytes, in memory of the host and of the device.
+
+    `host` has the group's bytes from `offset` on, maybe not all of them; `device` is all of its
+    slot there.
+    """
+    found, end = [], offset + host.numel()
+    for run in spec.runs:
+        start, stop = max(run.host_offset, offset), min(run.host_offset + run.nbytes, end)
+        if start < stop:
+            at = run.device_offset + start - run.host_offset
+            found.append(
+                (_part(host, start - offset, stop - start), _part(device, at, stop - start))
+            )
+    return found
 
 
 def _part(memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tierstore.model.errors import TierStoreError, TransferError
+from tierstore.errors import TierStoreError, TransferError
 from tierstore.model.groups import Block, Packing
 from tierstore.model.header import NO_SUM, digest
 from tierstore.model.objects import StoredObject, header_of, refuse_unreadable

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Collection, Iterable
+from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 
-from tierstore.model.errors import DiskFullError, TierStoreError
+from tierstore.errors import DiskFullError, TierStoreError
 from tierstore.model.groups import packing_of
 from tierstore.model.locks import RLock, guarded
 from tierstore.model.sizes import PAGE
@@ -21,14 +23,21 @@ from tierstore.tiers.spill import Spill
 from tierstore.tiers.workers import URGENT, Future, Job, SerialExecutor, Workers
 
 
+class RemovableFile(Protocol):
+    """A file that a copy is in, until it is removed."""
+
+    def remove(self) -> None:
+        """Remove the file, on a thread that may wait. Never raises."""
+
+
 class DiskTier:
     """The object files and the spill of one store, and the checkpoints that it reads.
 
     Of the versions of a key, the newest that was to be saved or removed decides what its file is,
     whichever is faster. `names` are the keys of which there is any version. Files are written and
     removed by `workers`, so that none of it is cut short; the books of what is where are kept by
-    `serial`. `spill` is there once it was needed. A copy is where the entry's `source` says; room
-    is taken when it is written.
+    `serial`. `spill` is there once it was needed, and `fetched` has the files of copies that can be
+    fetched again. A copy is where the entry's `source` says; room is taken when it is written.
     """
 
     tier = Tier.DISK
@@ -51,6 +60,8 @@ class DiskTier:
         self._names = names
         self._serial = serial
         self.spill: Spill | None = None
+        self.fetched = WeakKeyDictionary[GroupEntry, RemovableFile]()
+        self.spilled_at = WeakKeyDictionary[GroupEntry, int]()  # offsets, but of mutable groups
         self._committed: dict[str, int] = {}  # key -> newest version that is on disk, or removed
         self._written: set[str] = set()  # keys that have an object file
         self._undead: dict[str, tuple[int, bool]] = {}  # files that could not be removed
@@ -77,13 +88,14 @@ class DiskTier:
     def drop(self, entry: GroupEntry) -> None:
         """An object file stays until its key is written anew or removed; but not what was fetched
         from an object store, and can be again."""
-        entry.source, entry.files, entry.references = None, {}, ()
-        if entry.cached is not None:
-            cached, entry.cached = entry.cached, None
-            self.workers.submit(URGENT, cached.remove)
-        entry.backed = False
-        if entry.spilled_at is not None and self.spill is not None:
-            spilled_at, entry.spilled_at = entry.spilled_at, None
+        entry.source, entry.files = None, {}
+        if entry.backing is self.tier:
+            entry.backing = None
+        fetched = self.fetched.pop(entry, None)
+        if fetched is not None:
+            self.workers.submit(URGENT, fetched.remove)
+        spilled_at = self.spilled_at.pop(entry, None)
+        if spilled_at is not None and self.spill is not None:
             room = functools.partial(self.spill.give_back, spilled_at, entry.spec.nbytes)
             self.workers.submit(URGENT, room)
 
@@ -107,7 +119,6 @@ class DiskTier:
             self._save_object(entry, data)
         else:
             self._save_spilled(entry, data)
-        entry.verified = None
 
     def _save_spilled(self, entry: GroupEntry, data: memoryview) -> None:
         spill = self._the_spill()
@@ -115,8 +126,9 @@ class DiskTier:
             entry.spill_extent = entry.spill_extent or spill.take_extent(entry.spec.nbytes)
             entry.source = spill.save_in(entry.spill_extent, data, self.workers.run_parallel)
             return
-        saved = spill.save(data, self.workers.run_parallel)
-        entry.spilled_at, entry.source = saved
+        spilled_at, source = spill.save(data, self.workers.run_parallel)
+        self.spilled_at[entry] = spilled_at
+        entry.source = source
 
     @guarded
     def _the_spill(self) -> Spill:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
-from tierstore.model.groups import GroupId, GroupSpec, Packing, Segment, Source
+import torch
+
+from tierstore.model.groups import GroupId, GroupSpec, Packing, Source
 from tierstore.model.tiers import Tier, UseOrder
 from tierstore.system.file_table import HeldFile
-from tierstore.system.files import FileStamp
 from tierstore.tiers.arena import Slot
-from tierstore.tiers.object_store import RemoteObject
 from tierstore.tiers.spill import SpillExtent
 
 REMOTE = Tier(3, "REMOTE", persistent=True)
@@ -29,41 +28,18 @@ class SharedGroup:
     files: Mapping[str, HeldFile]
 
 
-@dataclass(eq=False, frozen=True)
-class RemoteSource:
-    """Where a group's bytes lie in `objects` of a store, by URL, and go to in the packed group."""
-
-    segments: tuple[Segment, ...]
-    objects: Mapping[str, RemoteObject]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its tensors."""
-        return sum(segment.extent.nbytes for segment in self.segments)
-
-
-class CachedCopy(Protocol):
-    """A file that holds what was fetched, until it is removed."""
-
-    def remove(self) -> None:
-        """Remove the file, on a thread that may wait. Never raises."""
-
-
 @dataclass(eq=False)
 class GroupEntry:
     """One version of a group, as those who move it need to know it.
 
-    `slots` is its memory, by tier. `arrival` is an event of the device that has passed once the
-    copy there has come. `source` says how to read it from disk; None while it is not there.
+    `slots` is its memory, by tier. `source` says how to read it from disk; None while it is not
+    there. `files` are the checkpoint files in `source`, by path, which stay open because of that.
     `packing` is how to write it; None for what came from checkpoints, which is written only once it
-    was changed. `durable` groups are written as object files, others into the spill. `files` are
-    the checkpoint files in `source`, by path, which stay open because of that. Of two versions of
-    one key, the disk keeps the one of the higher `order`. Its checksums were right when its files
-    had the stamps in `verified`. Of a `mutable` group, the spilled copy always lies in the same
-    `spill_extent`, where it can be viewed. `backed`, `use_order` and `sticky` are what the
-    planner was told of it. What is `shared` is leased of a service, which reads it. What lies in an
-    object store is `remote`; its copy on disk is `cached`, under the name `cache_key`. Object files
-    that `source` reads stay for as long as its `references`.
+    was changed. `durable` groups are written as object files, others into the spill; of a `mutable`
+    group, the spilled copy always lies in the same `spill_extent`, where it can be viewed. Of two
+    versions of one key, the disk keeps the one of the higher `order`. On the tier `backing`, if
+    any, a file of the user's holds the bytes; that, `use_order` and `sticky` are what the planner
+    was told. Drivers keep what else they need to know by the entry.
     """
 
     group: GroupId
@@ -74,25 +50,15 @@ class GroupEntry:
     single: bool = False
     files: Mapping[str, HeldFile] = field(default_factory=dict)
     order: int = 0
-    verified: Mapping[str, FileStamp] | None = None
-    spilled_at: int | None = None
     slots: dict[Tier, Slot] = field(default_factory=dict)
-    arrival: Any = None
-    first_digests: list[str] | None = None
     mutable: bool = False
     spill_extent: SpillExtent | None = None
-    backed: bool = False
+    backing: Tier | None = None
     use_order: UseOrder = UseOrder.LEARNED
     sticky: bool = False
-    shared: SharedGroup | None = None
-    remote: RemoteSource | None = None
-    cached: CachedCopy | None = None
-    references: tuple[object, ...] = ()
-    cache_key: str = ""
 
     @property
-    def backing(self) -> Tier | None:
-        """The tier on which a file of the user's holds the bytes; None if none does."""
-        if self.remote is not None:
-            return REMOTE
-        return Tier.DISK if self.backed else None
+    def arrival(self) -> torch.Event | None:
+        """An event of the device that has passed once the copy there has come."""
+        slot = self.slots.get(Tier.DEVICE)
+        return None if slot is None else slot.arrival

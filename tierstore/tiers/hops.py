@@ -72,7 +72,7 @@ class HostToDevice:
             return ended
 
         ended = src.while_locked(queue)
-        entry.arrival = ended.event
+        dst.arrival = ended.event
         return Copied(entry.spec.nbytes, (began, ended))
 
 
@@ -92,7 +92,7 @@ class DeviceToHost:
         src, dst, down = entry.slots[self.src], entry.slots[self.dst], self._device.down
         memory = self._host.memory_of(entry)
         dst.wait()
-        for event in [*src.pending, entry.arrival]:
+        for event in [*src.pending, src.arrival]:
             if event is not None:
                 down.wait_event(event)
         began = self.times.mark(down)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 
 import torch
 
-from tierstore.model.errors import BudgetError
+from tierstore.errors import BudgetError
 from tierstore.model.groups import GroupSpec
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
@@ -19,7 +19,7 @@ from tierstore.system.views import view_all
 from tierstore.tiers.arena import Arena, Slot
 from tierstore.tiers.device_tier import DeviceTier, add_all, copy_all
 from tierstore.tiers.driver import MemoryTier
-from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.entry import GroupEntry, SharedGroup
 from tierstore.tiers.workers import EARLY, Job, SerialExecutor, Workers
 
 UP, DOWN = hop(Tier.HOST, Tier.DEVICE), hop(Tier.DEVICE, Tier.HOST)
@@ -54,6 +54,35 @@ class HostTier(MemoryTier):
         if for_caller and self._device is None:  # page-locking takes too long for `serial`
             with suppress(MemoryError, OSError, BudgetError):  # who fills it tries again, is told
                 self.memory_of(entry)
+
+    # Where a service lends memory, `LeasedHostTier` answers otherwise ---------------------------
+
+    connected = False
+    """Whether a service lends memory for the groups that are registered."""
+
+    budget_name = "ram_budget"
+    """How users set the bytes for what is registered."""
+
+    def weight_budget(self, budget: int | None) -> int | None:
+        """Bytes for what is registered, if the budget of this tier is `budget`."""
+        return budget
+
+    def offer(self, groups: Sequence[SharedGroup]) -> None:
+        """Have a service know groups that are about to be registered. May wait."""
+
+    def know_lent(self, entry: GroupEntry, of: SharedGroup) -> None:
+        """The copies of a group are going to be those of a service."""
+        raise AssertionError("no service lends memory to this store")
+
+    def lends(self, entry: GroupEntry) -> bool:
+        """Whether copies of a group here are another process's, and count against what it allows:
+        nobody changes them."""
+        return False
+
+    def keep_for_readers(self, entries: Iterable[GroupEntry]) -> None:
+        """The store is closed, and there are leases of these, which go on seeing the bytes."""
+
+    # Memory ------------------------------------------------------------------------------------
 
     def memory_of(self, entry: GroupEntry) -> torch.Tensor:
         """The memory of the room for a group, made and page-locked if it must be. May wait for

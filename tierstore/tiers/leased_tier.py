@@ -7,14 +7,15 @@ copied here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Journal
 from tierstore.tiers.arena import Arena, Slot, Spans
 from tierstore.tiers.device_tier import DeviceTier
-from tierstore.tiers.entry import GroupEntry
+from tierstore.tiers.entry import GroupEntry, SharedGroup
 from tierstore.tiers.hop import Copied
 from tierstore.tiers.host_tier import HostTier
 from tierstore.tiers.reading import DiskToHost
@@ -38,10 +39,26 @@ class LeasedHostTier(HostTier):
     ) -> None:
         super().__init__(arena, device, journal, serial, makers)
         self._leases: dict[Slot, SharedLease] = {}
+        self._served = WeakKeyDictionary[GroupEntry, SharedGroup]()
         self.link: ServiceLink
 
+    connected = True
+    budget_name = "tierstore-serve's --ram"
+
+    def weight_budget(self, budget: int | None) -> int | None:
+        return self.link.budget
+
+    def offer(self, groups: Sequence[SharedGroup]) -> None:
+        self.link.register(groups)
+
+    def lends(self, entry: GroupEntry) -> bool:
+        return entry in self._served
+
+    def know_lent(self, entry: GroupEntry, of: SharedGroup) -> None:
+        self._served[entry] = of
+
     def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
-        if entry.shared is None:
+        if not self.lends(entry):
             super().reserve(entry, for_caller=for_caller)
         else:
             self.left.collect()
@@ -49,14 +66,13 @@ class LeasedHostTier(HostTier):
 
     def lease(self, entry: GroupEntry) -> None:
         """Have the service's copy of a group, for the room that was set aside. May wait."""
-        assert entry.shared is not None
         slot = entry.slots[self.tier]
-        lease = self.link.lease(entry.shared)
+        lease = self.link.lease(self._served[entry])
         self._leases[slot] = lease
         slot.memory = lease.memory
 
     def drop(self, entry: GroupEntry) -> None:
-        if entry.shared is None:
+        if not self.lends(entry):
             super().drop(entry)
             return
         self._drop(entry, self._give_lease_back)
@@ -85,9 +101,8 @@ class LeasedHostTier(HostTier):
             super().end_left(slot)
 
     def keep_for_readers(self, entries: Iterable[GroupEntry]) -> None:
-        """The store is closed, and there are leases of these: whoever has one, or looks at what was
-        left, goes on seeing the bytes, which the service may overwrite from now on."""
-        leased = [entry.slots.get(self.tier) for entry in entries if entry.shared is not None]
+        # The service may overwrite the bytes from now on.
+        leased = [entry.slots.get(self.tier) for entry in entries if self.lends(entry)]
         left = [slot for slot in self.left if slot in self._leases]
         for slot in [*leased, *left]:
             if slot is not None and slot.memory is not None:
@@ -98,7 +113,7 @@ class LeasedHostTier(HostTier):
         self.link.stop()
 
     def close(self, entries: Iterable[GroupEntry]) -> None:
-        super().close([entry for entry in entries if entry.shared is None])
+        super().close([entry for entry in entries if not self.lends(entry)])
         self.link.close()
 
 
@@ -115,7 +130,7 @@ class LeaseOrRead:
         self._host = host
 
     def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
-        if entry.shared is None:
+        if not self._host.lends(entry):
             return self._reading.copy(entry, ending)
         self._host.lease(entry)
         return Copied(entry.spec.nbytes)

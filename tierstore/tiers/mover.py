@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from tierstore.model.errors import BudgetError, ServiceLostError, TransferError
+from tierstore.errors import BudgetError, ServiceLostError, TransferError
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Instruction, Reserve
 from tierstore.model.tiers import Tier, UseOrder

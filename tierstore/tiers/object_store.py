@@ -20,7 +20,7 @@ from datetime import timedelta
 from typing import Any, NoReturn, TypeGuard, TypeVar
 from urllib.parse import unquote, urlsplit
 
-from tierstore.model.errors import ClosedError, StaleCheckpointError, TransferError
+from tierstore.errors import ClosedError, StaleCheckpointError, TransferError
 from tierstore.model.urls import check_url, without_secrets
 
 T = TypeVar("T")

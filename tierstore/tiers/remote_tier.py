@@ -18,24 +18,26 @@ import json
 import os
 import threading
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
-from tierstore.model.errors import CorruptDataError, TransferError, TruncatedFileError
+from tierstore.errors import CorruptDataError, TransferError, TruncatedFileError
 from tierstore.model.groups import GroupId, Packing, Segment
 from tierstore.model.locks import RLock
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Tier
-from tierstore.system.file_table import FileTable
 from tierstore.system.files import parts, transfer_errors
 from tierstore.tiers.assembly import StoreTiers
 from tierstore.tiers.directory import ObjectDirectory
-from tierstore.tiers.entry import REMOTE, GroupEntry, RemoteSource
+from tierstore.tiers.disk_tier import DiskTier
+from tierstore.tiers.entry import REMOTE, GroupEntry
 from tierstore.tiers.hop import Copied, Hop
 from tierstore.tiers.host_tier import HostTier
+from tierstore.tiers.object_store import RemoteObject
 from tierstore.tiers.pages import fresh_memory
 from tierstore.tiers.workers import RunParallel, Workers
 
@@ -53,6 +55,19 @@ CACHE = "remote"
 
 
 # What to fetch -----------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, frozen=True)
+class RemoteSource:
+    """Where a group's bytes lie in `objects` of a store, by URL, and go to in the packed group."""
+
+    segments: tuple[Segment, ...]
+    objects: Mapping[str, RemoteObject]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(segment.extent.nbytes for segment in self.segments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,26 +192,29 @@ class CachedFile:
 class RemoteCache:
     """The files of what was fetched, by this store and by those that had the directory before.
 
-    `left` are those of which no group is registered yet. Nothing is fetched any more once it is
-    `closing`.
+    `left` are those of which no group is registered yet. `sources` says what lies where in object
+    stores. Nothing is fetched any more once it is `closing`.
     """
 
     path: str
-    files: FileTable
+    disk: DiskTier
     left: dict[str, GroupEntry] = field(default_factory=dict)
     closing: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
+        self.sources = WeakKeyDictionary[GroupEntry, RemoteSource]()
+        self._keys = WeakKeyDictionary[GroupEntry, str]()
         self._directory = ObjectDirectory(self.path, lasting=False)
         self._versions: dict[str, int] = {}
         self._taken: set[str] = set()
         self._lock = RLock()
         for number, stored in enumerate(self._directory.objects()):
             spec, key = stored.spec(), stored.key
-            entry = GroupEntry(GroupId(f"{CACHE}/{key}", -1 - number), spec, cache_key=key)
-            entry.packing = stored.packing
+            group = GroupId(f"{CACHE}/{key}", -1 - number)
+            entry = GroupEntry(group, spec, packing=stored.packing)
             self._found(entry, stored)
-            entry.remote = RemoteSource((), {})  # nobody asks for it
+            self.add(entry, RemoteSource((), {}))  # nobody asks for it
+            self._keys[entry] = key
             self.left[key] = entry
         for name in self._directory.damaged:  # of no use to anybody, and it takes room
             with transfer_errors("removing", path=self.path):
@@ -204,33 +222,41 @@ class RemoteCache:
 
     def _found(self, entry: GroupEntry, stored: StoredObject) -> None:
         entry.source = stored.source(self._directory.path_of(stored.key))
-        entry.cached = CachedFile(self, stored.key, self._versions.get(stored.key, 0))
-        entry.verified = None
+        version = self._versions.get(stored.key, 0)
+        self.disk.fetched[entry] = CachedFile(self, stored.key, version)
+
+    def add(self, entry: GroupEntry, source: RemoteSource) -> None:
+        """A group lies in an object store."""
+        self.sources[entry] = source
+        entry.backing = REMOTE
 
     def take(self, entry: GroupEntry) -> GroupEntry | None:
         """Give a group a name for what is fetched of it. Returns what is left of it from before,
         which is the group's copy from now on."""
-        assert entry.remote is not None and entry.packing is not None
-        number = 0
+        assert entry.packing is not None
+        source, number = self.sources[entry], 0
         with self._lock:
-            while (key := cache_key(entry.packing, entry.remote, number)) in self._taken:
+            while (key := cache_key(entry.packing, source, number)) in self._taken:
                 number += 1
             self._taken.add(key)
-        entry.cache_key = key
+        self._keys[entry] = key
         left = self.left.pop(key, None)
         if left is not None:
-            entry.source, entry.cached = left.source, left.cached
-            left.cached, left.cache_key = None, ""
+            entry.source = left.source
+            self.disk.fetched[entry] = self.disk.fetched.pop(left)
+            del self._keys[left]
         return left
 
     def give_up(self, entry: GroupEntry) -> None:
         """A group is not fetched any more."""
-        with self._lock:
-            self._taken.discard(entry.cache_key)
+        if self.sources.pop(entry, None) is not None:
+            entry.backing = None
+            with self._lock:
+                self._taken.discard(self._keys.pop(entry, ""))
 
     def save(self, entry: GroupEntry, data: memoryview, run_parallel: RunParallel) -> None:
         """Write what was fetched. Raises DiskFullError or TransferError."""
-        key = entry.cache_key
+        key = self._keys[entry]
         assert entry.packing is not None
         staged = self._directory.stage(
             key, entry.packing, data, single=False, run_parallel=run_parallel
@@ -238,7 +264,7 @@ class RemoteCache:
         with self._lock:
             self._versions[key] = self._versions.get(key, 0) + 1
             self._directory.commit(staged)
-            self.files.forget(self._directory.path_of(key))
+            self.disk.files.forget(self._directory.path_of(key))
             self._found(entry, staged.stored)
 
     def remove(self, cached: CachedFile) -> None:
@@ -246,7 +272,7 @@ class RemoteCache:
         with self._lock:
             if self._versions.get(cached.key, 0) == cached.version:
                 self._directory.remove(cached.key)
-                self.files.forget(self._directory.path_of(cached.key))
+                self.disk.files.forget(self._directory.path_of(cached.key))
 
     def close(self) -> None:
         """Leave the files to the next store."""
@@ -268,7 +294,7 @@ class RemoteTier:
         self.cache = cache
 
     def holds(self, entry: GroupEntry) -> bool:
-        return entry.remote is not None
+        return entry in self.cache.sources
 
     def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
         raise AssertionError("nothing is written to an object store")
@@ -278,9 +304,7 @@ class RemoteTier:
 
     def drop(self, entry: GroupEntry) -> None:
         """The objects stay what they are."""
-        if entry.remote is not None:
-            entry.remote = None
-            self.cache.give_up(entry)
+        self.cache.give_up(entry)
 
     def stop_waiting(self) -> None:
         """A server may not answer for a while, and groups may be large."""
@@ -305,10 +329,14 @@ class RemoteToDisk:
         memory = fresh_memory(entry.spec.nbytes).numpy().data
         return Copied(self.bring(entry, memory))
 
+    def has_fetched(self, entry: GroupEntry) -> bool:
+        """Whether the copy of a group on disk was fetched, and can be again."""
+        return entry in self._cache.disk.fetched and entry in self._cache.sources
+
     def bring(self, entry: GroupEntry, room: memoryview) -> int:
         """Fetch a group into `room`, and write it. Returns the bytes that were asked for."""
-        assert entry.remote is not None
-        nbytes = fetch(entry.remote, room, self.workers.run_parallel, self._cache.closing)
+        source = self._cache.sources[entry]
+        nbytes = fetch(source, room, self.workers.run_parallel, self._cache.closing)
         self._cache.save(entry, room, self.workers.run_parallel)
         return nbytes
 
@@ -334,7 +362,7 @@ class FetchedToHost:
             of_the_cache = isinstance(error, CorruptDataError | TruncatedFileError) or isinstance(
                 error.__cause__, FileNotFoundError
             )
-            if entry.cached is None or entry.remote is None or not of_the_cache:
+            if not of_the_cache or not self._fetching.has_fetched(entry):
                 raise
         room = entry.slots[self.dst].bytes()
         return Copied(self._fetching.bring(entry, room))
@@ -352,7 +380,7 @@ def remote_tier(
             "pass a disk_dir on the other disk",
             path=path,
         )
-    cache = RemoteCache(path, tiers.disk.files)
+    cache = RemoteCache(path, tiers.disk)
     fetching = RemoteToDisk(cache, Workers(IN_FLIGHT, "remote"))
     return RemoteTier(cache), (fetching, FetchedToHost(reading, tiers.host, fetching))
 

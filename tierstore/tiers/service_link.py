@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tierstore.model.errors import ClosedError, ServiceLostError
+from tierstore.errors import ClosedError, ServiceLostError
 from tierstore.model.groups import TensorSpec
 from tierstore.model.locks import RLock, exclusively
 from tierstore.system.file_table import FileTable

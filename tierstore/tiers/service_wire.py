@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tierstore.model.errors import ServiceLostError, TierStoreError
+from tierstore.errors import ServiceLostError, TierStoreError
 from tierstore.model.locks import RLock, serve, under
 from tierstore.system.file_table import FileTable, HeldFile
 from tierstore.system.files import close_quietly

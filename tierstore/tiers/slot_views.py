@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tierstore.model.formatting import size
 from tierstore.model.groups import GroupId, GroupSpec
-from tierstore.model.words import size
 from tierstore.system.views import lasting_views
 from tierstore.tiers.arena import Slot, Spans
 from tierstore.torch_private import storage_id, uses_of_storage

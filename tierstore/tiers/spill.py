@@ -29,6 +29,9 @@ from tierstore.system.mapping import anonymous_file, map_open_file
 from tierstore.tiers.free_runs import FreeRuns
 from tierstore.tiers.workers import RunParallel, one_by_one
 
+NAMELESS = "/proc/self/fd/"
+"""How the path of a file without a name begins: nobody else can open it, nor change it."""
+
 GROWTH = 64 << 20
 """Bytes by which the file grows at least, where there is room."""
 
@@ -61,7 +64,7 @@ class Spill:
         self._lock = RLock()  # of the books: nobody who has it waits for the disk
         self._sizing = RLock()
         # Readers open it by this name; it has no other.
-        self.path = f"/proc/self/fd/{descriptor}"
+        self.path = f"{NAMELESS}{descriptor}"
         self._file = OpenForWriting(descriptor, self.path)
 
     @guarded

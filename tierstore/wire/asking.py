@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 
-from tierstore.model.errors import TierStoreError
+from tierstore.errors import TierStoreError
 from tierstore.wire import messages
 from tierstore.wire.framing import Incoming, NonsenseError, Outgoing
 from tierstore.wire.peers import connect_to_own

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from tierstore.model import errors
+from tierstore import errors
 
 VERSION = 2
 """Of these messages. A service and its workers must have the same."""

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tierstore.model.formatting import Units, ago, at_least, moment, shorten, size, units_of
 from tierstore.model.sizes import PAGE, parse_size
-from tierstore.model.words import Units, at_least, size, units_of
 
 UNITS = pytest.mark.parametrize("units", Units)
 
@@ -54,3 +54,26 @@ def test_the_units_of_a_budget_are_found_again(text: str) -> None:
 )
 def test_a_size_for_people(nbytes: int, decimal: str, binary: str) -> None:
     assert (size(nbytes, Units.DECIMAL), size(nbytes)) == (decimal, binary)
+
+
+@pytest.mark.parametrize(
+    ("past", "text"),
+    [
+        (59, "just now"),
+        (60, "1 minute ago"),
+        (3599, "59 minutes ago"),
+        (86400, "1 day ago"),
+        (13 * 86400, "1 week ago"),
+        (40 * 86400, "1 month ago"),
+        (800 * 86400, "2 years ago"),
+        (-1, moment(5e9 + 1)),
+    ],
+)
+def test_ago_formats_an_age(past: float, text: str) -> None:
+    assert ago(5e9 - past, now=5e9) == text
+    assert ago(1e300) == "?"
+
+
+def test_shorten_counts_wide_letters_twice() -> None:
+    assert shorten("界" * 9, 9) == "界界…界界"
+    assert shorten("a\u0301" * 9, 9) == "a\u0301" * 9
