@@ -20,8 +20,9 @@ names the test that stands for it in the full lane, its `sentinel`.
 - `keep="values"`: cases in which each value of each parameter occurs. Enough where no two have.
 - `keep="any device"`: the same, but for the parameter `device`: one device for each case, which
   one is drawn by the case's name. Enough where devices only matter to what is tested elsewhere.
-- `keep="a third"`: one in three of those, drawn by the cases' names. Enough where each case shows
-  the same of another model or another call.
+- `keep="one device"`: each case, but on one device only. A test without a mark is left so.
+- `keep="a third"`: one in three of "any device", drawn by the cases' names. Enough where each case
+  shows the same of another model or another call.
 
 By a rule, a test without parameters is kept. Without `keep`, all of it is left to that lane.
 The mark of a `pytest.param` counts before that of the function, and that before one of the module.
@@ -45,6 +46,8 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+
+from tests import devices
 
 T = TypeVar("T")
 
@@ -153,7 +156,15 @@ def kept_cases(
 def _mark(item: pytest.Item, name: str) -> pytest.Mark | None:
     """What a mark says of a case: its parameters' mark, or the function's, or the module's."""
     own = [mark for mark in item.own_markers if mark.name == name]
-    return own[-1] if own else item.get_closest_marker(name)
+    found = own[-1] if own else item.get_closest_marker(name)
+    return ON_ONE_DEVICE if found is None and name == FULL and _names_a_device(item) else found
+
+
+def _names_a_device(item: pytest.Item) -> bool:
+    """Whether a case is told its device. On a real accelerator, all of them have to run there."""
+    call = getattr(item, "callspec", None)
+    found = None if call is None else call.params.get("device")
+    return isinstance(found, str) and devices.chosen() == devices.PRETEND
 
 
 def _case(item: pytest.Item) -> str:
@@ -195,10 +206,15 @@ RULES = {
     "values": (1, "", 1),
     "pairs": (2, "", 1),
     "any device": (1, "device", 1),
+    "one device": (9, "device", 1),
     "a third": (1, "device", 3),
 }
 """How many parameters are looked at together, which one is not looked at, and one case in how many
 of those that are found is kept."""
+
+
+ON_ONE_DEVICE = pytest.mark.full("shows the same on another device", keep="one device").mark
+"""The mark of a test that has none."""
 
 
 def covering(cases: Sequence[Mapping[str, int]], strength: int) -> list[int]:

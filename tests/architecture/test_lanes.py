@@ -54,6 +54,11 @@ def test_watched(): pass
 @pytest.mark.parametrize("x", ["a", "b", pytest.param("d", marks=pytest.mark.full("d"))])
 def test_devices(device, x): pass
 
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("x", ["a", "b"])
+@pytest.mark.parametrize("y", ["a", "b"])
+def test_everywhere(x, y, device): pass
+
 @pytest.mark.full("models", keep="a third")
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("model", "abcdefg")
@@ -71,6 +76,8 @@ def collected(place: Path, *words: str, sample: str = SAMPLE) -> set[str]:
 
 def test_each_lane_runs_tests_by_their_marks(tmp_path: Path) -> None:
     default = collected(tmp_path)
+    everywhere = [name for name in default if name.startswith("test_everywhere")]
+    assert len(everywhere) == len({name.partition("-")[0] for name in everywhere}) * 2 == 4
     kept = {"test_some[b]", "test_watched", "test_most[x-1]", "test_most[y-2]"}
     devices, models = (
         [name.partition("[")[2][0] for name in sorted(default) if name.startswith(test)]
@@ -78,11 +85,11 @@ def test_each_lane_runs_tests_by_their_marks(tmp_path: Path) -> None:
     )
     assert devices == ["a", "b"]
     assert len(models) == len(set(models)) == 3
-    assert kept < default and len(default) == len(kept) + 2 + 3
+    assert kept < default and len(default) == len(kept) + 2 + 3 + 4
 
     full, long = collected(tmp_path, "--full"), collected(tmp_path, "--long")
     assert default < full < long
-    assert len(full) == 1 + 3 + 3 + 1 + 6 + 14
+    assert len(full) == 1 + 3 + 3 + 1 + 6 + 8 + 14
     more = {"test_kills", "test_most[x-3]", "test_most[y-1]", "test_most[y-3]"}
     assert long - full == more
 

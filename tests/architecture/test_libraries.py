@@ -56,7 +56,7 @@ def test_libraries_are_named_in_compat_only() -> None:
 
 
 def test_each_file_of_compat_has_one_library() -> None:
-    names = {path.stem for path in COMPAT.glob("*.py")} - {"__init__", "patches"}
+    names = {path.stem for path in COMPAT.glob("*.py")} - {"__init__"}
     assert {type(each).__module__.rpartition(".")[2] for each in libraries()} == names
     assert {each.name for each in libraries()} == names
 

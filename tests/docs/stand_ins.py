@@ -159,6 +159,7 @@ def _names() -> Namespace:
     store = tierstore.TierStore("16MB", "store", device="cpu")
     store.put("blocks.0", {"weight": torch.randn(8, 256)})
     return {
+        **{name: getattr(tierstore.errors, name) for name in tierstore.errors.__all__},
         **{name: getattr(tierstore, name) for name in tierstore.__all__},
         **{"torch": torch, "nn": nn, "store": store, "model": model, "x": x, "mask": None},
         **{"block": model.layers[0], "optimizer": torch.optim.AdamW(model.parameters())},
@@ -169,8 +170,8 @@ def _names() -> Namespace:
 def _names_of(name: str, names: Namespace) -> None:
     """Add what one example needs beside the names of all of them."""
     model, store = names["model"], names["store"]
-    match name.split(".")[1:]:
-        case ["from_pretrained" | "enable_group_offload"]:
+    match name.replace(".errors.", ".").replace(".types.", ".").split(".")[1:]:
+        case ["from_pretrained" | "enable_group_offload" | "disable_offload" as function]:
             from diffusers import DiffusionPipeline
 
             _pipeline(names, "a/pipeline")
@@ -178,9 +179,11 @@ def _names_of(name: str, names: Namespace) -> None:
             names["pipe"] = DiffusionPipeline.from_pretrained(
                 "a/pipeline", dtype=names["torch"].bfloat16
             )
+            if function == "disable_offload":
+                names["enable_group_offload"](names["pipe"], store)
         case ["OffloadHandle", *_]:
             names["handle"] = names["enable_group_offload"](model, store)
-        case ["onloaded"]:
+        case ["edit_weights"]:
             names["dispatch_model"](model, store)
         case ["load_training"]:
             extra = {"rng": names["torch"].get_rng_state()}

@@ -1,7 +1,7 @@
 """The public names are documented: every name of docs/reference/, and each public member of it.
 
 Each has a docstring of its own, in the style that the site reads (Google's), with an entry for each
-parameter or field. `X for coroutines` in a first line stands for the docstring of X. The build of
+parameter or field. `Async X` in a first line stands for the docstring of X. The build of
 the site refuses entries for parameters that there are not.
 """
 
@@ -23,7 +23,7 @@ SHOWN = re.compile(r"^::: (\S+)\n(?: {4}options:\n((?: {6}.*\n)*))?", re.MULTILI
 MEMBERS = re.compile(r"members: \[(.*)\]")
 SECTION = re.compile(r"^(?:Args|Attributes|Returns|Yields|Raises|Examples?):$", re.MULTILINE)
 ENTRY = re.compile(r"^ +\*{0,2}(\w+):(?= ?\S|\n {8})", re.MULTILINE)
-TWIN = re.compile(r"`(\w+)` for coroutines")
+TWIN = re.compile(r"Async `(\w+)`")
 NOT_MADE_BY_USERS = {"Lease", "OffloadHandle", "ActivationOffload"}
 
 
@@ -103,7 +103,7 @@ class Made:
         """Wait for a key."""
 
     async def aget(self, key: str, timeout: float) -> None:
-        """`get` for coroutines."""
+        """Async `get`."""
 
     def silent(self) -> None: ...
 

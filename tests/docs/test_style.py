@@ -22,8 +22,8 @@ from tierstore.service.cli import serve
 TURNED = re.compile(r"(What|Who|Whoever|Nobody|Of|That which|Is told|Whether or not)\b")
 
 NOT_YET = {
-    *("tierstore.Access", "tierstore.ActivationStats", "tierstore.OffloadModel.forward"),
-    *("tierstore.Snapshot", "tierstore.Stats", "tierstore.StoreTimeoutError"),
+    *("tierstore.Access", "tierstore.types.ActivationStats", "tierstore.OffloadModel.forward"),
+    *("tierstore.types.Snapshot", "tierstore.Stats", "tierstore.errors.StoreTimeoutError"),
     *("tierstore.TierStore.snapshot", "tierstore.TierStore.stats", "tierstore.trace.Recorded"),
     *("tierstore.trace.read_trace", "serve --disk"),
 }

@@ -14,7 +14,8 @@ from tests.faults.crowds import LARGEST, PATIENCE, Watch
 from tests.faults.linearizability import History, Some, assert_linearizable, lent
 from tests.faults.values import fill, group, key_of, tag_for, tag_of
 from tests.store.helpers import PAGE, assert_at_rest, open_store
-from tierstore import Access, BudgetError, LeaseError, UnknownKeyError
+from tierstore import Access
+from tierstore.errors import BudgetError, LeaseError, UnknownKeyError
 
 KEYS = 10
 TASKS = 60  # at once, in each loop

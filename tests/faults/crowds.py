@@ -21,7 +21,8 @@ from tests.faults.linearizability import History, Some, assert_linearizable, len
 from tests.faults.values import fill, group, key_of, tag_for, tag_of
 from tests.helpers.engine import core_of
 from tests.store.helpers import PAGE, assert_at_rest, assert_sound, open_store
-from tierstore import Access, BudgetError, Lease, LeaseError, TierStore, UnknownKeyError
+from tierstore import Access, Lease, TierStore
+from tierstore.errors import BudgetError, LeaseError, UnknownKeyError
 
 KEYS = 20
 LARGEST = 4  # pages of a group

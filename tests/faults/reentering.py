@@ -22,14 +22,13 @@ import torch
 
 from tests.faults.interrupting import PACKAGE
 from tests.store.helpers import PAGE, pages
-from tierstore import (
-    Access,
+from tierstore import Access, TierStore
+from tierstore.errors import (
     BudgetError,
     ClosedError,
     DuplicateKeyError,
     LeaseError,
     ReentrantCallError,
-    TierStore,
 )
 from tierstore.model import signal_handlers
 

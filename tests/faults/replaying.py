@@ -7,7 +7,8 @@ disk has flushed, it has; of what it was given since, a power cut leaves anythin
 state behind each write, and more of them: the file system is mounted in that state, by its own
 kernel, and a store is opened there.
 
-Prints a line of JSON for each: the number of the plan, and a `Cut`.
+Processes are forked from this one, which computes nothing itself. Prints a line of JSON for each
+state: the number of the plan, and a `Cut`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import random
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,8 @@ import torch
 
 from tests.faults.block_device import FLUSH, MARK, WRITE, Device, Entry, block_device, read_log
 from tests.faults.facilities import Unusable, loop_mounted, make_image, program, run
-from tests.faults.power import PATIENCE, Cut, Listening, found_by_another
-from tests.faults.promised import (
-    BUDGET,
-    Promised,
-    Tell,
-    Worker,
-    without_syncs,
-)
-from tests.helpers.processes import forked
+from tests.faults.promised import BUDGET, Promised, Worker, contents, read_back, without_syncs
+from tests.helpers.processes import Tell, forked, heard
 from tierstore import TierStore
 
 SIZES = {"ext4": 48 << 20, "xfs": 320 << 20}  # xfs does without no less
@@ -51,6 +45,21 @@ class Plan:
     states: int
     seed: int = 0
     without: str | None = None
+
+
+@dataclass
+class Cut:
+    """One state: the log entry that it is behind, and how many unflushed writes it has lost.
+
+    `broken` lists promises that do not hold, and `left` the files that belong to no group.
+    """
+
+    behind: int
+    lost: int
+    acknowledged: int
+    found: int = 0
+    broken: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
 
 # Recording ----------------------------------------------------------------------------------------
@@ -84,11 +93,9 @@ def record(plan: Plan, image: Path) -> list[Entry]:
         def at_work(tell: Tell) -> None:
             work(device, directory / "store", plan)
 
-        child = Listening(*forked(at_work))
-        told = list(child.until(PATIENCE))
-        child.bury()
+        told = list(heard(*forked(at_work)))
     (place / f"{plan.kind}.device").rmdir()
-    assert not told, told
+    assert told == [["died", 0]], told
     return read_log(log)
 
 
@@ -153,6 +160,17 @@ def keep_some(image: Path, given: Sequence[Entry], chosen: random.Random) -> int
     return lost
 
 
+def look(disk_dir: Path, promised: Promised, result: Cut) -> None:
+    """Open the store in another process, read everything, and note what that finds."""
+    told, *_ = heard(*forked(lambda tell: tell("found", *contents(disk_dir))))
+    if told[0] != "found":
+        result.broken.append(f"surprise: it could not be opened: {told}")
+        return
+    found, result.left = read_back(told[1]), told[2]
+    result.found = len(found)
+    result.broken += promised.broken_by(found)
+
+
 def replay(plan: Plan) -> Iterator[Cut]:
     """What came of each state."""
     place = Path(plan.place)
@@ -163,13 +181,10 @@ def replay(plan: Plan) -> Iterator[Cut]:
     for moment in moments(entries, image, choose(entries, plan.states, chosen)):
         copy(image, state)
         lost = keep_some(state, moment.given, chosen)
-        result = Cut(moment.behind, f"{lost} of {len(moment.given)} writes lost")
-        result.acknowledged = moment.promised.acknowledged
+        result = Cut(moment.behind, lost, moment.promised.acknowledged)
         try:
             with loop_mounted(state, place / "looked-at") as directory:
-                found = found_by_another(directory / "store", result)
-            if found is not None:
-                result.broken += moment.promised.broken_by(found)
+                look(directory / "store", moment.promised, result)
         except Unusable as error:
             result.broken.append(f"it could not be mounted: {error}")
         yield result

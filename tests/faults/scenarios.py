@@ -27,7 +27,7 @@ from tests.helpers.engine import core_of, mutable
 from tests.helpers.files import damaged_objects, open_files
 from tests.store.helpers import assert_at_rest, assert_sound, files_below, wait_until_idle
 from tierstore import TierStore
-from tierstore.model.errors import TierStoreError, TransferError
+from tierstore.errors import TierStoreError, TransferError
 from tierstore.model.tiers import Access, HostAccess
 from tierstore.system.objects import object_name
 

@@ -22,7 +22,8 @@ from typing import Any
 
 from tests.faults.values import fill, group, key_of, tag_for, tag_of
 from tests.store.helpers import PAGE, assert_at_rest, open_store
-from tierstore import Access, UnknownKeyError
+from tierstore import Access
+from tierstore.errors import UnknownKeyError
 from tierstore.store import engine_of
 
 KEYS = 6

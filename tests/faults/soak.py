@@ -331,7 +331,7 @@ def assert_true(store: TierStore, place: Path) -> None:
         for name, nbytes in sizes.items():
             data = durable[name].packing.dense_nbytes
             assert data < nbytes <= data + 2 * PAGE
-        spilled = [c for c in entry.values() if c.spilled_at is not None]
+        spilled = [c for c in entry.values() if c in core_of(store).tiers.disk.spilled_at]
         end, free = core_of(store).tiers.disk.spill.room()
         taken = end - sum(nbytes for _, nbytes in free)
         assert taken == sum(round_up(c.spec.nbytes, PAGE) for c in spilled)

@@ -91,7 +91,7 @@ def test_half_of_a_put_is_noticed(tmp_path: Path) -> None:
 
 def interrupted(directory: Path, seed: int, count: int, fault: str = "") -> dict[str, Any]:
     """What comes of a process that uses a store and is interrupted so often, at random moments."""
-    patience = PATIENCE if not fault else 3
+    patience = PATIENCE if not fault else 1
     told = {"place": str(directory), "seed": seed, "fault": fault, "patience": patience}
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-m", "tests.faults.signals", json.dumps(told)],
@@ -144,7 +144,7 @@ def test_a_process_that_is_interrupted_hundreds_of_times_goes_on(
     tmp_path: Path, first_seed: int
 ) -> None:
     seed = first_seed
-    count = by_lane(60, 200, 1000)
+    count = by_lane(40, 100, 1000)
     for number in range(by_lane(1, 1, 10)):
         print(f"interrupted(directory, {seed + number}, {count})")
         found = interrupted(tmp_path / str(number), seed + number, count)

@@ -16,28 +16,12 @@ from typing import Any
 
 import pytest
 
-from tests.faults.crash_states import (
-    Event,
-    Failed,
-    Made,
-    Named,
-    State,
-    Synced,
-    Told,
-    states,
-)
-from tests.faults.promised import (
-    BUDGET,
-    Worker,
-    contents,
-    syncing_again,
-    value,
-    without_syncs,
-)
+from tests.faults.crash_states import Event, Failed, Made, Named, State, Synced, Told, states
+from tests.faults.promised import BUDGET, Worker, contents, syncing_again, value, without_syncs
 from tests.faults.recording import Recorder
 from tests.lanes import by_lane
 from tierstore import TierStore
-from tierstore.model.errors import TierStoreError, TransferError
+from tierstore.errors import TierStoreError, TransferError
 
 pytestmark = pytest.mark.timeout(3600)
 

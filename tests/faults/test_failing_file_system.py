@@ -44,6 +44,12 @@ ERRORS = [
     ("statfs", "EIO", "spilling"),
 ]
 
+ONE_OF_EACH = [
+    "-".join(last)
+    for last in {operation: (operation, error, name) for operation, error, name in ERRORS}.values()
+]
+"""Ids of cases, one of each operation."""
+
 LOOKS_AT_MAPS = ("registering tensors", "training")
 """While a disk fails, the system kills who looks at a map of its files. And what was written to a
 map, and is then written to disk in part, the system takes for written. Nobody can be told."""
@@ -62,6 +68,7 @@ def failing(
 
 
 @pytest.mark.full("the operation, its error, and what meets it", keep="a third")
+@pytest.mark.long("each operation in more than one scenario", keep=ONE_OF_EACH)
 @pytest.mark.parametrize(("operation", "error", "name"), ERRORS)
 def test_an_operation_that_fails_is_told_or_made_good(
     operation: str, error: str, name: str, file_system: FailingFileSystem

@@ -1,8 +1,8 @@
 """Random files and messages of strangers: none takes more memory than its size and some, or long.
 
-Metadata, sums and chunks of trainings, headers and indexes of checkpoints, and messages, in a
-process of its own whose memory and time are measured at each one. Half are changed ones of those
-that are written, half are made of the parts of which such files are made.
+Headers and indexes of checkpoints, and messages, are read in a process of its own whose memory and
+time are measured at each one. Half are changed ones of those that are written, half are made of the
+parts of which such files are made.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ MOST_SECONDS = 2.0
 """Of the process's own time."""
 
 
+@pytest.mark.full("a process that is measured; test_hostile_headers.py has large files")
 @pytest.mark.timeout(20_000)
 def test_files_of_strangers_cost_what_they_are() -> None:
     count = by_lane(200, 3_000, 100_000)
@@ -28,7 +29,7 @@ def test_files_of_strangers_cost_what_they_are() -> None:
     rows = [line.split("|") for line in output.splitlines() if "|" in line]
     assert sum(int(times) for *_, times in rows) == count
     assert {name for name, outcome, _ in rows if outcome == "refused"} == {
-        *("metadata", "sums", "chunk", "index", "header", "message")
+        *("index", "header", "message")
     }
     accepted = {name for name, outcome, _ in rows if outcome == "accepted"}
-    assert {"sums", "index", "header", "message"} <= accepted
+    assert {"index", "header", "message"} <= accepted

@@ -202,12 +202,7 @@ def any_names(scanner: Scanner, most: int) -> Iterator[str]:
 
 
 LAXER: dict[str, tuple[object, str, object, str]] = {
-    "names that occur twice": (
-        Scanner,
-        "members",
-        any_names,
-        "duplicate|finds others|one name",
-    ),
+    "names that occur twice": (Scanner, "members", any_names, "duplicate|finds others|one name"),
     "holes and overlaps": (headers, "_check_cover", lambda *_: None, "safetensors refuses"),
     "sizes that overflow": (headers, "_overflows", lambda shape: False, "safetensors refuses"),
     "rot": (sys.modules[__name__], "objects_are_intact", lambda *_: True, "was not noticed"),

@@ -15,8 +15,9 @@ from safetensors.torch import save_file
 from tests.faults.watching import watched
 from tests.helpers.files import flip_bit
 from tests.store.helpers import PAGE, assert_group, open_store, pages, push_out
-from tierstore import TierStoreError, UnknownKeyError
+from tierstore import TierStoreError
 from tierstore.cli.commands import inspector
+from tierstore.errors import UnknownKeyError
 
 LEGAL = [
     *("..", ".", "/", "../../etc/passwd", "/etc/passwd", "a/b", "a//b", "a/./b", "a/", "a", "A"),
@@ -187,10 +188,10 @@ def test_no_terminal_obeys_a_key_or_a_name(disk_dir: Path) -> None:
 
 def test_what_is_printed_as_it_is_would_steer_it(disk_dir: Path, monkeypatch: Any) -> None:
     """The control: it is the escaping that saves the terminal."""
-    monkeypatch.setattr("tierstore.cli.words.printable", lambda text: text)
+    monkeypatch.setattr("tierstore.model.formatting.printable", lambda text: text)
     with open_store(disk_dir) as store:
-        store.put("a\x1b[31mb", pages(1))
-    assert "\x1b[31m" in CliRunner().invoke(inspector, ["show", str(disk_dir), "a\x1b[31mb"]).output
+        store.put("a\u202eb", pages(1))
+    assert "\u202e" in CliRunner().invoke(inspector, ["show", str(disk_dir), "a\u202eb"]).output
 
 
 def test_an_error_of_a_damaged_object_shows_its_key_harmlessly(disk_dir: Path) -> None:

@@ -20,8 +20,9 @@ from tests.faults.interrupting import PACKAGE, Interrupter
 from tests.helpers.engine import core_of, mutable
 from tests.lanes import by_lane
 from tests.store.helpers import assert_at_rest, on_both
-from tierstore import Access, BudgetError, TierStore, UnknownKeyError
+from tierstore import Access, TierStore
 from tierstore.engine.core import Core
+from tierstore.errors import BudgetError, UnknownKeyError
 from tierstore.lease import make_revocable, resume
 from tierstore.model.locks import under
 from tierstore.model.tiers import HostAccess

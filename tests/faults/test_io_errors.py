@@ -19,7 +19,7 @@ from tests.faults.scenarios import SCENARIOS
 from tests.faults.sweeping import ONE_IN_THREE, Sweep
 from tests.helpers.system_calls import Call, system_call
 from tests.lanes import by_lane
-from tierstore.model.errors import TransferError
+from tierstore.errors import TransferError
 from tierstore.system import files
 from tierstore.tiers.reading import DiskReader
 from tierstore.tiers.spill import Spill

@@ -14,8 +14,8 @@ from torch import nn
 
 from tests.store.helpers import open_store
 from tierstore import export_safetensors, load_training, save_training
-from tierstore.adapters.training import directory_swap
-from tierstore.cli.disk_speed import remember
+from tierstore.adapters.training import checkpoint_files
+from tierstore.tiers.disk_speed import remember
 
 MASKS = [0o000, 0o002, 0o022, 0o077]
 
@@ -60,13 +60,13 @@ def test_a_saved_training_is_written_by_its_owner_only(
     mask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     under_way: dict[str, int] = {}
-    deny = directory_swap.deny_others_writing
+    deny = checkpoint_files.deny_others_writing
 
-    def denying(descriptor: int) -> None:  # when everything is written
+    def denying(path: str) -> None:  # when everything is written
         under_way.update(modes(tmp_path))
-        deny(descriptor)
+        deny(path)
 
-    monkeypatch.setattr(directory_swap, "deny_others_writing", denying)
+    monkeypatch.setattr(checkpoint_files, "deny_others_writing", denying)
     model = nn.Linear(2, 3)
     with umask(mask):
         save_training(tmp_path / "a" / "run", model)
@@ -76,12 +76,12 @@ def test_a_saved_training_is_written_by_its_owner_only(
     for name, mode in found.items():
         readable = 0o755 if (tmp_path / name).is_dir() else 0o644
         assert mode == readable & ~mask, f"{name}: {mode:o}"
-    drafts = [mode for name, mode in under_way.items() if ".run.saving-" in Path(name).name]
+    drafts = [mode for name, mode in under_way.items() if Path(name).name.startswith(".saving-")]
     assert drafts and set(drafts) == {0o700}, "others could open what is not closed to them yet"
     load_training(tmp_path / "a" / "run", model)
 
 
-PARTS = (".metadata", "__0_0.distcp", "tierstore.json")
+PARTS = (".metadata", "__0_1.distcp")
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -7,7 +7,6 @@ error, or left alone; what a link leads to is neither opened nor changed, and no
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import socket
@@ -28,7 +27,6 @@ from tests.helpers.engine import core_of
 from tests.helpers.files import object_file, open_files
 from tests.helpers.processes import output_of
 from tests.helpers.system_calls import Call, no_chance, refusing_opens, system_call
-from tests.lanes import LONG, lane
 from tests.store.helpers import (
     PAGE,
     PATIENCE,
@@ -40,17 +38,13 @@ from tests.store.helpers import (
     push_out,
     run_threads,
 )
-from tierstore import (
-    StaleCheckpointError,
-    TierStore,
-    TierStoreError,
-    TransferError,
-)
+from tierstore import TierStore, TierStoreError, TransferError
 from tierstore.cli.commands import inspector
-from tierstore.cli.disk_speed import cache_file, known_speed, remember
 from tierstore.engine.checkpoints import read_checkpoint
+from tierstore.errors import StaleCheckpointError
 from tierstore.system.mapping import anonymous_file
 from tierstore.system.objects import MARKER
+from tierstore.tiers.disk_speed import cache_file, known_speed, remember
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY, OTHER = "key", "other"
@@ -157,22 +151,25 @@ PLACES: dict[str, Callable[[Path], Path]] = {
     "a spill file": lambda disk_dir: disk_dir / f".spill-{os.getpid()}-{GUESSED}",
 }
 
-USUAL = (
-    "a link to a file",
-    "a link to a directory",
-    "a pipe",
-    "another name of a file",
-    "a directory",
-)
-"""The kinds that are always tried; the others with `--long`."""
+USUAL = [
+    *("a link to a file", "a link to a directory", "a pipe"),
+    *("another name of a file", "a directory"),
+]
+ANYTHING_ANYWHERE = [
+    pytest.mark.needs("root"),
+    pytest.mark.parametrize("place", PLACES),
+    pytest.mark.parametrize("kind", KINDS),
+    pytest.mark.long(
+        "rare kinds, at each place", keep=[f"{place}-{kind}" for kind in USUAL for place in PLACES]
+    ),
+]
 
 
-@pytest.fixture(params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    found = str(request.param)
-    if lane() != LONG and found not in USUAL:
-        pytest.skip("with --long")
-    return found
+def anything_anywhere(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test for each kind of thing in each place."""
+    for mark in ANYTHING_ANYWHERE:
+        test = mark(test)
+    return test
 
 
 @pytest.fixture
@@ -230,8 +227,7 @@ def made(disk_dir: Path) -> None:
         store.put(OTHER, pages(2, 2))
 
 
-@pytest.mark.needs("root")
-@pytest.mark.parametrize("place", PLACES)
+@anything_anywhere
 def test_what_was_planted_is_refused_or_left_alone(
     place: str, kind: str, disk_dir: Path, victims: Victims
 ) -> None:
@@ -271,8 +267,8 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-@pytest.mark.needs("root")
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.full("the place, and what lies there; a store meets each in each lane", keep="a third")
+@anything_anywhere
 def test_the_command_leaves_alone_what_was_planted(
     place: str, kind: str, disk_dir: Path, victims: Victims
 ) -> None:
@@ -356,6 +352,7 @@ def open_place() -> Iterator[Path]:
     shutil.rmtree(place)
 
 
+@pytest.mark.full("a process of another user; one that is refused is in each lane")
 @pytest.mark.needs("other-users")
 def test_a_directory_of_its_own_is_used_and_closed_to_others(open_place: Path) -> None:
     open_place.chmod(0o777)
@@ -378,10 +375,13 @@ def test_a_directory_that_belongs_to_somebody_else_and_is_open_to_all(open_place
 
 
 @pytest.mark.needs("other-users")
+@pytest.mark.long(
+    "a process of another user for each part",
+    sentinel="tests/faults/test_planted_files.py"
+    "::test_a_directory_that_belongs_to_somebody_else_and_is_open_to_all",
+)
 @pytest.mark.parametrize("name", ["LOCK", MARKER, "objects", "tmp"])
 def test_a_part_that_belongs_to_somebody_else(name: str, open_place: Path) -> None:
-    if lane() != LONG:
-        pytest.skip("with --long")
     disk_dir = open_place / "store"
     made(disk_dir)
     for path in [disk_dir, *disk_dir.rglob("*")]:
@@ -393,43 +393,6 @@ def test_a_part_that_belongs_to_somebody_else(name: str, open_place: Path) -> No
     after = tree(disk_dir)
     assert before.keys() == after.keys()
     assert all(before[n][3] == after[n][3] for n in before if n != "LOCK")
-
-
-NEWER: dict[str, dict[str, object]] = {
-    "the next format": {"format": 2},
-    "a far one": {"format": 10**30},
-    "a format of text": {"format": "1"},
-    "something that counts as one": {"format": True},
-    "a number with a point": {"format": 1.0},
-}
-
-
-@pytest.mark.parametrize("kind", NEWER)
-def test_a_directory_of_another_format_is_not_touched(kind: str, disk_dir: Path) -> None:
-    made(disk_dir)
-    _with_marker(disk_dir, NEWER[kind])
-    _refused_untouched(disk_dir)
-
-
-def test_a_directory_that_needs_something_unknown_is_not_touched(disk_dir: Path) -> None:
-    made(disk_dir)
-    _with_marker(disk_dir, {"format": 1, "requires": ["something of a later version"]})
-    _refused_untouched(disk_dir)
-
-
-def _with_marker(disk_dir: Path, marker: dict[str, object]) -> None:
-    (disk_dir / MARKER).write_text(json.dumps(marker))
-    (disk_dir / "tmp" / f"object-{GUESSED}").write_text("a later version may need this")
-
-
-def _refused_untouched(disk_dir: Path) -> None:
-    before = tree(disk_dir)
-    with pytest.raises(
-        TierStoreError, match=r"use another disk_dir|use an empty disk_dir"
-    ) as error:
-        open_store(disk_dir)
-    assert str(disk_dir / MARKER) in str(error.value)
-    assert tree(disk_dir) == before
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o027, 0o077])

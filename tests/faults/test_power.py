@@ -1,8 +1,8 @@
 """The power is cut: what was acknowledged is there afterwards, and nothing else but the old.
 
-Really cut, on file systems of our own, again and again (`power.py`); or every write of the disk is
-kept, and it is replayed up to some moment, without some writes (`replaying.py`). What is worked out
-without a file system is in `test_crash_states.py`.
+A disk keeps each write, and is replayed up to a moment, without some of the last (`replaying.py`).
+A file system is shut down at a moment that matters. A disk refuses writes. All states that POSIX
+allows are in `test_crash_states.py`.
 """
 
 from __future__ import annotations
@@ -13,25 +13,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.faults import power, replaying
+from tests.faults import replaying
 from tests.faults.block_device import Device, block_device
 from tests.faults.facilities import cut_power, loop_mounted, make_image
-from tests.faults.power import HOW, Cut
 from tests.faults.promised import BUDGET, contents, syncing_again, value
+from tests.faults.replaying import Cut
 from tests.helpers.processes import output_of, results_in
 from tests.helpers.system_calls import system_call
 from tests.lanes import by_lane
 from tierstore import TierStore
-from tierstore.model.errors import TransferError
+from tierstore.errors import TransferError
 from tierstore.tiers import directory as directory_module
 
 pytestmark = pytest.mark.timeout(3600)
 
-# test_crash_states.py works out, in each lane, all that POSIX allows a cut to leave.
 ON_EXT4 = pytest.mark.long("the same on another file system", keep=["ext4"])
 CONTROLS_ON_EXT4 = pytest.mark.long(
     "the same on another file system", keep=["ext4-files", "ext4-directories"]
@@ -42,10 +40,13 @@ ON_EACH = ("ext4", "xfs")
 CONTROLS = ("files", "directories")
 
 
-def results(program: str, plans: Sequence[Any]) -> list[list[Cut]]:
+Found = dict[str | None, list[Cut]]
+
+
+def results(plans: Sequence[replaying.Plan]) -> list[list[Cut]]:
     """What came of each plan: one process has seen them all."""
     told = json.dumps([asdict(plan) for plan in plans])
-    output = output_of("-m", program, told, timeout=PATIENCE)
+    output = output_of("-m", "tests.faults.replaying", told, timeout=PATIENCE)
     found: list[list[Cut]] = [[] for _ in plans]
     for number, cut in results_in(output):
         found[number].append(Cut(**cut))
@@ -64,57 +65,6 @@ def assert_much_was_lost(cuts: Sequence[Cut]) -> None:
 
 
 # Cuts ---------------------------------------------------------------------------------------------
-
-Found = dict[str | None, list[Cut]]
-
-
-@pytest.fixture(
-    scope="module", params=[pytest.param(kind, marks=pytest.mark.needs(kind)) for kind in ON_EACH]
-)
-def cuts(request: pytest.FixtureRequest, quick_dir: Path, first_seed: int) -> Found:
-    """What came of power cuts on one kind of file system: with all syncs, and without some."""
-    kind, place = request.param, str(quick_dir)
-    seed = first_seed * 1000 + by_lane(20, 20, 0)  # from there on, six cuts are of every kind
-    plans = {None: power.Plan(kind, place, by_lane(6, 6, 200), seed)}
-    for without in CONTROLS:
-        plans[without] = power.Plan(kind, place, by_lane(3, 3, 20), seed, 1, "stopped", without)
-    if kind == "xfs":  # on ext4, any sync syncs every name
-        plans["doubts"] = power.Plan(kind, place, by_lane(6, 6, 20), seed, 1, "killed", "doubts")
-    found = dict(zip(plans, results("tests.faults.power", list(plans.values())), strict=True))
-    assert {key: len(of_it) for key, of_it in found.items()} == {
-        key: plan.cuts for key, plan in plans.items()
-    }
-    return found
-
-
-@ON_EXT4
-def test_a_power_cut_takes_nothing_that_was_acknowledged_and_leaves_nothing_torn(
-    cuts: Found,
-) -> None:
-    found = cuts[None]
-
-    assert_promises_hold(found)
-    # There was something to lose, at all sorts of moments.
-    assert sum(cut.acknowledged for cut in found) > 2 * len(found)
-    assert sum(cut.found for cut in found) > 2 * len(found)
-    assert {cut.how for cut in found} == set(HOW)
-    assert any(cut.ended for cut in found), "the power was never cut in the middle of a call"
-
-
-@CONTROLS_ON_EXT4
-@pytest.mark.parametrize("without", CONTROLS)
-def test_without_a_sync_the_same_cuts_lose_what_was_acknowledged(without: str, cuts: Found) -> None:
-    assert_much_was_lost(cuts[without])
-
-
-@pytest.mark.long(
-    "cuts the power of xfs; what was seen and not synced is doubted in each lane",
-    sentinel="tests/system/test_locks.py::test_a_name_that_may_not_last_is_left_to_the_next_owner",
-)
-@pytest.mark.parametrize("cuts", ["xfs"], indirect=True)
-@pytest.mark.needs("xfs")
-def test_who_does_not_doubt_what_a_killed_process_left_loses_what_he_saw(cuts: Found) -> None:
-    assert any(each.startswith("lost: ") for cut in cuts["doubts"] for each in cut.broken)
 
 
 @contextmanager
@@ -169,7 +119,7 @@ def replays(request: pytest.FixtureRequest, quick_dir: Path, first_seed: int) ->
     seeds = range(first_seed, first_seed + by_lane(1, 1, 10))
     plans = [replaying.Plan(kind, place, count, seed) for seed in seeds]
     controls = [replaying.Plan(kind, place, 5, first_seed, without) for without in CONTROLS]
-    found = results("tests.faults.replaying", plans + controls)
+    found = results(plans + controls)
     assert [len(of_it) for of_it in found] == [plan.states for plan in plans + controls]
     every = [cut for of_it in found[: len(plans)] for cut in of_it]
     return {None: every, **dict(zip(CONTROLS, found[len(plans) :], strict=True))}
@@ -182,7 +132,7 @@ def test_no_disk_without_some_of_its_last_writes_breaks_a_promise(replays: Found
 
     assert_promises_hold(found)
     assert sum(cut.acknowledged for cut in found) > 2 * len(found)
-    assert any(not cut.how.startswith("0 of ") for cut in found), "no write was ever lost"
+    assert any(cut.lost for cut in found), "no write was ever lost"
 
 
 @pytest.mark.full("replays a disk; test_crash_states.py has all that POSIX allows")

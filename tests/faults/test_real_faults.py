@@ -253,6 +253,7 @@ def traced(disk_dir: Path, calls: str, fault: str) -> subprocess.CompletedProces
 INTERRUPTED = "preadv,preadv2,pwrite64,fsync,fallocate,ftruncate"
 
 
+@pytest.mark.full("a process under strace; one whose reads fail is in each lane")
 @pytest.mark.needs("strace")
 def test_interrupted_calls_are_repeated(disk_dir: Path) -> None:
     """Every third one is."""

@@ -20,35 +20,26 @@ from torch import nn
 
 from tests.accelerator import ACCELERATOR
 from tests.faults.interrupting import at_call
-from tests.faults.reentering import (
-    Calls,
-    Dying,
-    Neighbour,
-    Signalling,
-    Visitor,
-    by_finalizer,
-)
+from tests.faults.reentering import Calls, Dying, Neighbour, Signalling, Visitor, by_finalizer
 from tests.faults.test_interrupts import BUDGET, Scene
 from tests.helpers.engine import core_of
 from tests.lanes import by_lane
 from tests.store.helpers import PAGE, assert_at_rest, on_both, open_store, pages
 from tierstore import (
     Access,
-    BudgetError,
-    LeaseError,
     OffloadModel,
     OffloadOptimizer,
-    ReentrantCallError,
     TierStore,
     enable_group_offload,
     save_training,
 )
 from tierstore.engine import request_loop, transaction
+from tierstore.errors import BudgetError, LeaseError, ReentrantCallError
 from tierstore.model import signal_handlers
 from tierstore.model.locks import AutoResetEvent
 from tierstore.tiers.workers import URGENT, SerialExecutor
 
-STRIDE = by_lane(50 * 31, 50, 1)
+STRIDE = by_lane(50 * 31, 250, 1)
 PATIENCE = 20.0
 
 

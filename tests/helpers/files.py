@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tierstore.cli.report import survey
+from tierstore.inspection.survey import survey
 from tierstore.system.objects import object_name
 
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FAILED = 3
 """How a child of `forked` ends that raised something."""
+PATIENCE = 60.0
+"""Seconds in which a child must tell something or end."""
 
 Tell = Callable[..., None]
 
@@ -104,3 +109,32 @@ def forked(do: Callable[[Tell], object]) -> tuple[int, int]:
         except BaseException:
             tell("wrong", traceback.format_exc()[-3000:])
     os._exit(code)
+
+
+def heard(child: int, source: int, kill: tuple[str, float] | None = None) -> Iterator[list[Any]]:
+    """Yield each list that a child of `forked` tells, and last ["died", its exit code].
+
+    `kill` names a message and the seconds after it at which the child is killed. A child that says
+    nothing for `PATIENCE` seconds is killed, too, and "wrong" is yielded first.
+    """
+    unfinished = b""
+    ends, hangs = time.monotonic() + PATIENCE, True
+    try:
+        while True:
+            if not select.select([source], [], [], max(0.0, ends - time.monotonic()))[0]:
+                if hangs:
+                    yield ["wrong", f"it hung for {PATIENCE} seconds"]
+                os.kill(child, signal.SIGKILL)
+                ends, hangs = time.monotonic() + PATIENCE, True
+                continue
+            if not (read := os.read(source, 1 << 16)):
+                break
+            *lines, unfinished = (unfinished + read).split(b"\n")
+            for told in map(json.loads, lines):
+                if kill is not None and told[0] == kill[0]:
+                    ends, hangs, kill = time.monotonic() + kill[1], False, None
+                yield told
+    finally:
+        os.close(source)
+    _, status = os.waitpid(child, 0)
+    yield ["died", os.waitstatus_to_exitcode(status)]

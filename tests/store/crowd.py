@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from tests.store.helpers import PAGE, assert_sound, join, open_store
-from tierstore import Access, BudgetError, Lease, LeaseError, TierStore, UnknownKeyError
+from tierstore import Access, Lease, TierStore
+from tierstore.errors import BudgetError, LeaseError, UnknownKeyError
 
 HOST_PAGES, DEVICE_PAGES = 20, 14
 ROUNDS = 150

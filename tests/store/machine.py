@@ -18,7 +18,8 @@ from tests.store.helpers import (
     open_store,
     random_tensor,
 )
-from tierstore import Access, BudgetError, Lease, LeaseError, TierStore
+from tierstore import Access, Lease, TierStore
+from tierstore.errors import BudgetError, LeaseError
 from tierstore.system.views import DTYPES
 
 HOST_PAGES, DEVICE_PAGES = 12, 8

@@ -29,16 +29,15 @@ from tests.store.helpers import (
     push_out,
     wait_until_idle,
 )
-from tierstore import (
-    Access,
+from tierstore import Access, TierStore, TierStoreError
+from tierstore.engine.copy_threads import COUNT
+from tierstore.errors import (
     BudgetError,
     ClosedError,
     LeaseError,
-    TierStore,
-    TierStoreError,
+    StoreTimeoutError,
     UnknownKeyError,
 )
-from tierstore.engine.copy_threads import COUNT
 from tierstore.store import engine_of
 
 T = TypeVar("T")
@@ -592,3 +591,25 @@ def test_a_copy_got_on_a_side_stream_is_in_order_with_it(late_pretend: Any, disk
 
         run(store, main)
         assert store.stats().bytes_read >= PAGE
+
+
+def test_async_calls_time_out_and_leave_nothing(disk_dir: Path) -> None:
+    async def main(store: TierStore) -> None:
+        # Of another thread: a caller never waits for its own lease.
+        with await asyncio.to_thread(store.acquire, "held", Access.UPDATE):
+            waiting: list[Coroutine[Any, Any, object]] = [
+                store.aput("new", pages(5, 4), timeout=0.05),
+                store.aget("held", timeout=0.05),
+                store.aacquire("held", timeout=0.05),
+            ]
+            for call in waiting:
+                with pytest.raises(StoreTimeoutError, match=r"0\.05"):
+                    await call
+        assert "new" not in store
+        assert_group(await store.aget("held", timeout=PATIENCE), pages(6, 6))
+        await store.aput("new", pages(5, 4), timeout=PATIENCE)
+
+    with open_store(disk_dir, 8 * PAGE) as store:
+        store.put("held", pages(6, 6))
+        asyncio.run(main(store))
+        assert_at_rest(store)

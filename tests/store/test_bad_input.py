@@ -43,20 +43,16 @@ from tests.store.helpers import (
     wait_until,
     wait_until_idle,
 )
-from tierstore import (
-    Access,
+from tierstore import Access, CorruptDataError, TierStore, TierStoreError, TransferError
+from tierstore.errors import (
     BudgetError,
     ClosedError,
-    CorruptDataError,
     DiskFullError,
     DuplicateKeyError,
     InvalidHeaderError,
     LeaseError,
     StaleCheckpointError,
     StoreLockedError,
-    TierStore,
-    TierStoreError,
-    TransferError,
     TruncatedFileError,
     UnknownKeyError,
 )
@@ -877,7 +873,8 @@ def test_a_file_that_is_shorter_than_it_says(checkpoint: Path, disk_dir: Path) -
 
 SECOND = """
 import sys
-from tierstore import StoreLockedError, TierStore
+from tierstore import TierStore
+from tierstore.errors import StoreLockedError
 try:
     TierStore("64MiB", sys.argv[1], device="cpu")
 except StoreLockedError as error:
@@ -887,6 +884,7 @@ else:
 """
 
 
+@pytest.mark.full("a process that imports torch; tests/system/test_locks.py has one without")
 def test_a_second_process_on_the_same_directory(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))

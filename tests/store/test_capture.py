@@ -13,12 +13,12 @@ from tests.accelerator import ACCELERATOR
 from tests.device.states import captured
 from tests.store.helpers import PAGE, assert_at_rest, assert_same, open_store, pages
 from tierstore import (
-    CaptureError,
     OffloadModel,
     dispatch_model,
     enable_group_offload,
     offload_activations,
 )
+from tierstore.errors import CaptureError
 from tierstore.lease import make_revocable, resume
 
 pytestmark = pytest.mark.floor

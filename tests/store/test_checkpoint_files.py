@@ -23,7 +23,7 @@ from tierstore.engine.checkpoints import (
     indexed,
     read_checkpoint,
 )
-from tierstore.model.errors import InvalidHeaderError, TransferError
+from tierstore.errors import InvalidHeaderError, TransferError
 from tierstore.model.groups import Extent
 from tierstore.tiers.object_store import memory_store
 

@@ -12,10 +12,11 @@ import torch
 
 from tests.accelerator import ACCELERATOR
 from tests.store.helpers import PAGE, open_store, pages
-from tierstore import StoreLockedError, TierStore
+from tierstore import TierStore
 from tierstore.engine.settings import device_memory
+from tierstore.errors import StoreLockedError
+from tierstore.model.formatting import Units, size
 from tierstore.model.sizes import usable_memory
-from tierstore.model.words import Units, size
 
 MIB = 1 << 20
 

@@ -187,6 +187,7 @@ def two_of_four(disk_dir: Path) -> TierStore:
     return in_ram(disk_dir, size=SIZE, device_budget=2 * SIZE * PAGE)
 
 
+@pytest.mark.full("interrupts at each point; tests/faults/test_interrupts.py has some in each lane")
 @needs_accelerator
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_of_who_queues_a_copy_leaves_the_device_whole(disk_dir: Path) -> None:
@@ -203,6 +204,7 @@ def test_an_interrupt_of_who_queues_a_copy_leaves_the_device_whole(disk_dir: Pat
         assert count > 1300 // STRIDE
 
 
+@pytest.mark.full("the control of the test above")
 @needs_accelerator
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_without_mending_an_interrupt_leaves_it_wrong(

@@ -15,10 +15,11 @@ from click.testing import CliRunner
 from torch import nn
 
 from tests.store.helpers import open_store
-from tierstore import InvalidHeaderError, TierStoreError, disable_offload, dispatch_model
+from tierstore import TierStoreError, disable_offload, dispatch_model
 from tierstore import load_checkpoint_and_dispatch as load_and_dispatch
 from tierstore.cli.commands import inspector
 from tierstore.engine.checkpoints import read_checkpoint
+from tierstore.errors import InvalidHeaderError
 from tierstore.system.views import DTYPES
 
 SHAPE = (6, 4)

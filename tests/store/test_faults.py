@@ -26,8 +26,9 @@ from tests.store.helpers import (
     run_threads,
     wait_until_idle,
 )
-from tierstore import Access, DiskFullError, TransferError
+from tierstore import Access, TransferError
 from tierstore.engine.wait_queue import Request, RequestKind, WaitQueue
+from tierstore.errors import DiskFullError
 from tierstore.system.files import DISK_THREADS
 from tierstore.tiers.workers import URGENT
 
@@ -230,7 +231,9 @@ def test_whoever_looks_last_would_be_refused() -> None:
     class Blunt(WaitQueue):
         def tried_in_vain(self, request: Request) -> None:
             super().tried_in_vain(request)
-            if self._idle([]) and all(r.tried == self._epoch for r in self.requests()):
+            if self._idle([]) and all(
+                queued.tried == self._epoch for queued in self._queued.values()
+            ):
                 self._refuse(request, set())
 
     assert quarrel(Blunt) == ["c"]

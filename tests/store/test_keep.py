@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.store.helpers import PAGE, on_both, open_store, pages
-from tierstore import TierStore, UnknownKeyError
+from tierstore import TierStore
+from tierstore.errors import UnknownKeyError
 
 GROUPS, ROOM = 12, 4
 SPECIAL = ("group/3", "group/8")

@@ -13,7 +13,8 @@ import torch
 
 from tests.helpers.system_calls import system_call
 from tests.store.helpers import PAGE, open_store, pages
-from tierstore import BudgetError, ClosedError, DiskFullError, TierStore, TransferError
+from tierstore import TierStore, TransferError
+from tierstore.errors import BudgetError, ClosedError, DiskFullError
 from tierstore.model.tiers import UseOrder
 from tierstore.store import engine_of
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from tests.store.helpers import open_store
-from tierstore import Access, Lease, LeaseError
+from tierstore import Access, Lease
+from tierstore.errors import LeaseError
 
 WAYS: list[Callable[[Lease], object]] = [
     copy.copy,

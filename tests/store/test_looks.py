@@ -19,7 +19,7 @@ from tests.helpers.threads import PATIENCE
 from tests.observe.test_report import drawn
 from tests.store.helpers import PAGE, on_both, open_store, pages
 from tierstore import TierStore, disable_offload, enable_group_offload
-from tierstore.model.words import count
+from tierstore.model.formatting import count
 
 LOOKS: dict[str, Callable[[Any], str]] = {
     "repr": repr,

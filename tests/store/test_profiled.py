@@ -22,7 +22,8 @@ from tests.store.helpers import (
     run_threads,
     wait_until_idle,
 )
-from tierstore import StoreTimeoutError, TierStore, UnknownKeyError
+from tierstore import TierStore
+from tierstore.errors import StoreTimeoutError, UnknownKeyError
 from tierstore.observe.ranges import ranged
 
 

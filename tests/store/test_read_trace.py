@@ -13,7 +13,8 @@ import pytest
 
 from tests.helpers.files import with_flipped_bit
 from tests.store.helpers import PAGE, open_store, pages, push_out
-from tierstore import InvalidTraceError, TierStoreError
+from tierstore import TierStoreError
+from tierstore.errors import InvalidTraceError
 from tierstore.observe.trace import KINDS, read_trace
 from tierstore.observe.trace_writer import merged, save
 

@@ -20,7 +20,8 @@ from tests.helpers.processes import run_python
 from tests.helpers.system_calls import system_call
 from tests.helpers.threads import Gate, hold_calls
 from tests.store.helpers import PATIENCE, assert_at_rest, assert_group, open_store, pages
-from tierstore import Access, DiskFullError, TierStore, TransferError, offload_activations
+from tierstore import Access, TierStore, TransferError, offload_activations
+from tierstore.errors import DiskFullError
 from tierstore.model.header import MAX_HEADER_BYTES
 
 

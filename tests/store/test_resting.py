@@ -20,7 +20,8 @@ from tests.store.helpers import (
     open_store,
     pages,
 )
-from tierstore import Access, BudgetError, Lease, LeaseError, TierStore
+from tierstore import Access, Lease, TierStore
+from tierstore.errors import BudgetError, LeaseError
 from tierstore.lease import make_revocable, resume
 from tierstore.model.tiers import HostAccess
 

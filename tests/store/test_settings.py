@@ -11,8 +11,9 @@ import torch
 
 from tests.accelerator import ACCELERATOR, DEVICE_0, needs_accelerator
 from tests.fresh import run_fresh
-from tierstore import DeviceError, TierStore
+from tierstore import TierStore
 from tierstore.engine.settings import device_memory, resolve_budgets, resolve_device
+from tierstore.errors import DeviceError
 from tierstore.model.sizes import PAGE, usable_memory
 from tierstore.model.tiers import Tier
 
@@ -78,7 +79,7 @@ def run_fresh_with(tmp_path: Path, call: str) -> str:
     """What a call says that fails in a process without the pretended device."""
     program = tmp_path / "program.py"
     program.write_text(
-        "from tierstore import DeviceError, TierStore\n"
+        "from tierstore import TierStore; from tierstore.errors import DeviceError\n"
         f"try:\n    {call}\n"
         "except DeviceError as error:\n    print(error)\n"
     )

@@ -35,15 +35,13 @@ from tests.store.helpers import (
     wait_until,
     wait_until_idle,
 )
-from tierstore import (
-    Access,
+from tierstore import Access, TierStore, TransferError
+from tierstore.errors import (
     BudgetError,
     ClosedError,
     DuplicateKeyError,
     LeaseError,
     StoreTimeoutError,
-    TierStore,
-    TransferError,
 )
 from tierstore.model.locks import under
 from tierstore.model.tiers import HostAccess

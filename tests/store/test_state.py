@@ -35,14 +35,12 @@ from tests.store.helpers import (
     wait_until,
     wait_until_idle,
 )
-from tierstore import (
-    Access,
+from tierstore import Access, TierStore, TransferError
+from tierstore.errors import (
     BudgetError,
     ClosedError,
     DiskFullError,
     DuplicateKeyError,
-    TierStore,
-    TransferError,
     UnknownKeyError,
 )
 from tierstore.model.tiers import HostAccess

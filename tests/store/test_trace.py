@@ -26,7 +26,8 @@ from tests.store.helpers import (
     run_threads,
     wait_until_idle,
 )
-from tierstore import Access, InvalidTraceError, TierStore, TransferError
+from tierstore import Access, TierStore, TransferError
+from tierstore.errors import InvalidTraceError
 from tierstore.observe.journal import Ring
 from tierstore.observe.trace import COMPUTE, STALLS, read_trace
 

@@ -21,7 +21,7 @@ from tests.helpers.engine import core_of
 from tests.helpers.files import damaged_objects
 from tests.helpers.system_calls import system_call, until_the_end
 from tierstore import Access, TierStore
-from tierstore.model.errors import ClosedError
+from tierstore.errors import ClosedError
 from tierstore.system.locking import is_locked
 
 BUDGET = 24 << 20

@@ -12,13 +12,11 @@ import contextlib
 import itertools
 import os
 import signal
-from collections.abc import Callable
 from typing import Any
 
+from tests.helpers.processes import Tell
 from tests.helpers.system_calls import Call, answered, until_the_end
 from tierstore.model.sizes import PAGE
-
-Tell = Callable[..., None]
 
 BEFORE, HALF, AFTER = "before", "half of", "after"
 

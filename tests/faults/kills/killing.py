@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import random
-import select
 import shutil
 import signal
 import sys
@@ -29,26 +27,24 @@ from typing import Any
 
 import torch
 from click.testing import CliRunner
-from safetensors.torch import save_file
 
 from tests.faults.kills.killer import AFTER, BEFORE, HALF
-from tests.faults.kills.oracle import Oracle
-from tests.faults.kills.working import CHECKPOINT_VALUE, Plan, group_of, warm_up, work
-from tests.helpers.processes import forked
+from tests.faults.kills.working import Plan, warm_up, work
+from tests.faults.promised import Promised, read_back
+from tests.helpers.processes import forked, heard
 from tierstore.cli.commands import inspector
 
 LIVES = 40  # in one directory
 CALLS = 50
 """Calls of the system after which a process dies at the latest. Opening an empty directory makes
 about so many, and a put is on disk after half of them."""
-PATIENCE = 60.0
 
 COMMITTING = ("rename", "rename", "unlink", "fsync", "pwrite")
 """Calls that are few, and that it all depends on: half of the processes die at one of these."""
 
 DOINGS = (
-    "put", "replace", "put for now", "change", "discard", "take", "flush", "offload", "read",
-    "prefetch", "register", "register_checkpoint", "close",
+    "put", "edit", "put_for_now", "discard", "take", "flush", "offload", "get", "prefetch",
+    "register", "close",
 )  # fmt: skip
 
 
@@ -67,39 +63,11 @@ class Outcome:
     wrong: list[str] = field(default_factory=list)
 
 
-# Processes ----------------------------------------------------------------------------------------
-
-
-def heard(child: int, source: int, kill: tuple[str, float] | None = None) -> Iterator[Any]:
-    """What a child tells, until it is dead. `kill` is how long after which message it is killed."""
-    unfinished = b""
-    ends, hangs = time.monotonic() + PATIENCE, True
-    try:
-        while True:
-            if not select.select([source], [], [], max(0.0, ends - time.monotonic()))[0]:
-                if hangs:
-                    yield ["wrong", f"it hung for {PATIENCE} seconds"]
-                os.kill(child, signal.SIGKILL)
-                ends, hangs = time.monotonic() + PATIENCE, True
-                continue
-            if not (read := os.read(source, 1 << 16)):
-                break
-            *lines, unfinished = (unfinished + read).split(b"\n")
-            for told in map(json.loads, lines):
-                if kill is not None and told[0] == kill[0]:
-                    ends, hangs, kill = time.monotonic() + kill[1], False, None
-                yield told
-    finally:
-        os.close(source)
-    _, status = os.waitpid(child, 0)
-    yield ["died", os.waitstatus_to_exitcode(status)]
-
-
 # A directory in which process after process is killed ---------------------------------------------
 
 
 class Scene:
-    """A store's directory, what lies around it, and the oracle of what is in it."""
+    """A store's directory, what lies around it, and what was promised of what is in it."""
 
     def __init__(self, root: Path, place: str, seed: str, run: Run) -> None:
         self._root = root
@@ -107,14 +75,13 @@ class Scene:
         self._seed = seed
         self._run = run
         self._random = random.Random(seed)
-        self._oracle = Oracle()
+        self._promised = Promised()
         self.lives = 0
         self.disk_dir = root / "made" / "store"
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(parents=True)
         self.disk_dir.parent.mkdir()
         (root / "file of somebody").write_bytes(b"bytes")
-        save_file(group_of(CHECKPOINT_VALUE), root / "model.safetensors")
         self._around = self._look_around()
 
     def _look_around(self) -> dict[str, tuple[int, int]]:
@@ -150,10 +117,8 @@ class Scene:
         chance = self._random
         self.lives += 1
         plan = {
-            "seed": chance.randrange(1 << 30),
+            "seed": chance.randrange(1 << 20) * 100 + self.lives,  # no two write the same numbers
             "disk_dir": str(self.disk_dir),
-            "checkpoint": str(self._root / "model.safetensors"),
-            "first_value": self.lives * 10000,
             "steps": chance.choice((3, 10, 30)),
             "threads": chance.choice((1, 1, 2)),
             "mutant": self._run.mutant,
@@ -162,7 +127,7 @@ class Scene:
             return Plan(**plan), None
         if not self._run.only and chance.random() < 0.3:
             outcome.how = "time"
-            return Plan(**plan), (chance.choice(("begin", "found")), chance.expovariate(1 / 0.03))
+            return Plan(**plan), (chance.choice(("does", "found")), chance.expovariate(1 / 0.03))
         outcome.how = "call"
         opening = self.lives == 1 or chance.random() < 0.15
         doing = "open" if opening else chance.choice(DOINGS)
@@ -175,24 +140,25 @@ class Scene:
         return Plan(**plan, target=chance.randint(1, 5), only=only), None
 
     def _hear(self, told: list[Any], outcome: Outcome, under_way: dict[int, str]) -> None:
-        self._oracle.hear(told[:5])
-        if told[0] == "begin":
-            under_way[told[1]] = told[5]
-        elif told[0] == "end":
-            under_way.pop(told[1], None)
-        elif told[0] == "found":
-            found = {key: (number, length) for key, (number, length) in told[1].items()}
-            outcome.wrong += self._oracle.judge(found)
-            outcome.wrong += [f"left behind: {name}" for name in told[2]]
-            outcome.wrong += [f"damaged: {name}" for name in told[3]]
-        elif told[0] == "dies":
-            outcome.at = told[1]
-        elif told[0] == "died":
-            outcome.killed = told[1] == -signal.SIGKILL
-            if told[1] not in (0, -signal.SIGKILL):
-                outcome.wrong.append(f"ended with {told[1]}")
-        elif told[0] in ("wrong", "outside"):
-            outcome.wrong.append(f"{told[0]}: {told[1]}")
+        match told:
+            case ["begin" | "sure" | "all sure", *_]:
+                self._promised.told(*told)
+            case ["does", number, name]:
+                under_way[number] = name
+            case ["done", number]:
+                under_way.pop(number, None)
+            case ["found", names, left]:
+                found = read_back(names)
+                outcome.wrong += self._promised.broken_by(found)
+                outcome.wrong += [f"left behind: {name}" for name in left]
+                self._promised.begin_with(found)
+            case ["dies", call]:
+                outcome.at = call
+            case ["died", code]:
+                outcome.killed = code == -signal.SIGKILL
+                outcome.wrong += [f"ended with {code}"] if code not in (0, -signal.SIGKILL) else []
+            case ["wrong" | "outside" as kind, what]:
+                outcome.wrong.append(f"{kind}: {what}")
 
     def _prune(self) -> list[str]:
         """Have `tierstore-inspect` remove what was left, in place of an opening."""
@@ -220,7 +186,7 @@ class Scene:
     def end(self) -> Outcome:
         """Open and close it once more, and look at everything that is left then."""
         outcome = Outcome(self._place, f"{self._seed} at the end")
-        plan = Plan(0, str(self.disk_dir), str(self._root / "model.safetensors"), 1, steps=0)
+        plan = Plan(0, str(self.disk_dir), steps=0)
         for told in heard(*forked(lambda tell: work(plan, tell))):
             self._hear(told, outcome, {})
         outcome.wrong += self._inspect("verify", "--data")[0]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.system_calls import system_call, until_the_end
-from tierstore.model.errors import StoreLockedError
+from tierstore.errors import StoreLockedError
 from tierstore.tiers.directory import ObjectDirectory
 
 WON = "won"

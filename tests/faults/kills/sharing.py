@@ -28,8 +28,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from tests.faults.kills.racing import tree
-from tierstore import Access, StoreLockedError, TierStore
-from tierstore.model.errors import ClosedError
+from tierstore import Access, TierStore
+from tierstore.errors import ClosedError, StoreLockedError
 from tierstore.system.locking import is_locked
 
 BUDGET = 1 << 20
@@ -342,10 +342,7 @@ def workers(directory: Path, _: int) -> dict[str, Any]:
         store = opened(directory)
         store.put("group", numbers(1))
         loader = DataLoader(
-            Numbers(store),
-            num_workers=2,
-            persistent_workers=True,
-            multiprocessing_context="fork",
+            Numbers(store), num_workers=2, persistent_workers=True, multiprocessing_context="fork"
         )
         refused = sum(int(batch) for batch in loader)
         store.put("group", numbers(2))

@@ -13,7 +13,7 @@ import pytest
 
 from tests.faults.kills.exiting import Ending
 from tests.helpers.processes import output_of, results_in
-from tests.lanes import LONG, lane
+from tests.lanes import by_lane
 
 pytestmark = [
     pytest.mark.full("fifteen processes; what one leaves is in tests/tiers/test_directory.py"),
@@ -48,12 +48,17 @@ LATE = {"leave a working thread", "use it at exit", "fork a child that ends"}
 """Ways in which it is used, and something is flushed, after the end of the main program."""
 OUTLIVED = {"leave a daemon thread", "leave a waiting thread"}
 """Ways in which threads that the interpreter does not wait for go on using the store."""
-OTHERS = ["have a dead disk"]  # for ten seconds
+DEAD_DISK = "have a dead disk"  # for ten seconds
+SOME = [
+    *("come to the end", "raise an error", "be terminated", "leave at once"),
+    *("use it at exit", "use it too late", "fork a child that ends"),
+]
+WAYS = by_lane(SOME, SOME, [*CODES, DEAD_DISK])
 
 
 @pytest.fixture(scope="module")
 def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ending]:
-    ways = ["use no store", *CODES, *(OTHERS if lane() == LONG else [])]
+    ways = ["use no store", *WAYS]
     root = tmp_path_factory.mktemp("exits")
     output = output_of("-m", "tests.faults.kills.exiting", root, json.dumps(ways))
     found = {}
@@ -64,12 +69,12 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ending]:
     return found
 
 
+@pytest.mark.long("the other ways to end", keep=SOME)
 @pytest.mark.parametrize("way", CODES)
-def test_a_process_with_much_under_way_ends_soon_and_as_it_wanted_to(
+def test_a_process_with_much_under_way_ends_soon_and_leaves_it_whole(
     way: str, endings: dict[str, Ending]
 ) -> None:
     ending = endings[way]
-
     assert ending.code == CODES[way], ending
     assert 0 <= ending.seconds < SOON
     # Nothing but its own error is said: no thread of ours fails, no lease is lost, nothing is
@@ -78,20 +83,17 @@ def test_a_process_with_much_under_way_ends_soon_and_as_it_wanted_to(
     assert ending.errors.count("Traceback") == (ending.code == 1) + told
     assert ("RuntimeError: expected" in ending.errors) == (ending.code == 1)
     assert "Exception ignored" not in ending.errors
+    if way in LATE:  # the store works until the exit handlers are done
+        assert ending.told["worked"] == 100
 
-
-@pytest.mark.parametrize("way", CODES)
-def test_what_it_leaves_is_whole(way: str, endings: dict[str, Ending]) -> None:
-    found = endings[way].found
-
-    groups = found["groups"]
+    groups = ending.found["groups"]
     flushed = FLUSHED | ({"flushed late": 7} if way in LATE else {})
     assert flushed.items() <= groups.items()
     assert groups.items() <= (flushed | FRESH).items()
     if way in CLOSED:
         assert groups == flushed | FRESH
-    assert found["damaged"] == []
-    assert found["left behind"] == []
+    assert ending.found["damaged"] == []
+    assert ending.found["left behind"] == []
 
 
 def test_some_end_in_the_middle_of_writing(endings: dict[str, Ending]) -> None:
@@ -100,13 +102,6 @@ def test_some_end_in_the_middle_of_writing(endings: dict[str, Ending]) -> None:
 
     assert any(ending.found["left"] for ending in abrupt)
     assert all(len(ending.found["groups"]) < len(FLUSHED | FRESH) for ending in abrupt)
-
-
-@pytest.mark.parametrize("way", sorted(LATE))
-def test_the_store_works_until_the_exit_handlers_are_done(
-    way: str, endings: dict[str, Ending]
-) -> None:
-    assert endings[way].told["worked"] == 100
 
 
 def test_after_the_stores_own_exit_handler_every_call_raises_at_once(
@@ -124,11 +119,13 @@ def test_the_exit_of_a_forked_child_leaves_the_parent_its_lock(endings: dict[str
     assert endings["fork a child that ends"].told["locked"]
 
 
+@pytest.mark.long(
+    "takes ten seconds",
+    sentinel="tests/faults/kills/test_exits.py"
+    "::test_a_process_with_much_under_way_ends_soon_and_leaves_it_whole",
+)
 def test_a_dead_disk_does_not_keep_the_process_alive(endings: dict[str, Ending]) -> None:
-    if lane() != LONG:
-        pytest.skip("takes ten seconds: with --long")
-    ending = endings["have a dead disk"]
-
+    ending = endings[DEAD_DISK]
     assert ending.code == 0
     assert ending.seconds < SOON
     assert FLUSHED.items() <= ending.found["groups"].items()
