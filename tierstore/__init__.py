@@ -1,6 +1,8 @@
 """A tensor store for models that do not fit: one cache over GPU, pinned RAM and NVMe.
 
 >>> from tierstore import TierStore, enable_group_offload
+
+Errors are in `tierstore.errors`, and the types of what calls return in `tierstore.types`.
 """
 
 from __future__ import annotations
@@ -8,33 +10,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tierstore.model.errors import (
-    BudgetError,
-    CaptureError,
-    ClosedError,
-    CorruptDataError,
-    DeviceError,
-    DiskFullError,
-    DuplicateKeyError,
-    InvalidHeaderError,
-    InvalidTraceError,
-    LeaseError,
-    ReentrantCallError,
-    ServiceLostError,
-    StaleCheckpointError,
-    StoreLockedError,
-    StoreTimeoutError,
-    TierStoreError,
-    TransferError,
-    TruncatedFileError,
-    UnknownKeyError,
-    UrlError,
-)
+from tierstore.errors import CorruptDataError, TierStoreError, TransferError
 from tierstore.model.systems import require_known_system
 from tierstore.model.tiers import Access, Tier
 
 if TYPE_CHECKING:
-    from tierstore.adapters.activations import ActivationOffload, offload_activations
+    from tierstore.adapters.activations import offload_activations
     from tierstore.adapters.checkpointing import checkpoint_activations
     from tierstore.adapters.dispatch import (
         cpu_offload,
@@ -44,16 +25,15 @@ if TYPE_CHECKING:
     )
     from tierstore.adapters.editing import edit_weights
     from tierstore.adapters.group_offload import (
-        OffloadHandle,
         disable_offload,
         enable_group_offload,
     )
     from tierstore.adapters.pretrained import from_pretrained, from_single_file
     from tierstore.adapters.training import OffloadModel, OffloadOptimizer
-    from tierstore.adapters.training.exporting import export_safetensors
-    from tierstore.adapters.training.saving import load_training, save_training
+    from tierstore.adapters.training.loading import load_training
+    from tierstore.adapters.training.saving import export_safetensors, save_training
     from tierstore.lease import Lease
-    from tierstore.observe.stats import ActivationStats, Snapshot, Stats
+    from tierstore.observe.stats import Stats
     from tierstore.store import TierStore
 
 __version__ = "0.1.0"
@@ -65,13 +45,9 @@ _LAZY = {
     "TierStore": "tierstore.store",
     "Lease": "tierstore.lease",
     "Stats": "tierstore.observe.stats",
-    "Snapshot": "tierstore.observe.stats",
-    "ActivationStats": "tierstore.observe.stats",
-    "ActivationOffload": "tierstore.adapters.activations",
     "offload_activations": "tierstore.adapters.activations",
     "checkpoint_activations": "tierstore.adapters.checkpointing",
     "enable_group_offload": "tierstore.adapters.group_offload",
-    "OffloadHandle": "tierstore.adapters.group_offload",
     "disable_offload": "tierstore.adapters.group_offload",
     "cpu_offload": "tierstore.adapters.dispatch",
     "disk_offload": "tierstore.adapters.dispatch",
@@ -82,43 +58,22 @@ _LAZY = {
     "from_single_file": "tierstore.adapters.pretrained",
     "OffloadModel": "tierstore.adapters.training",
     "OffloadOptimizer": "tierstore.adapters.training",
-    "export_safetensors": "tierstore.adapters.training.exporting",
-    "load_training": "tierstore.adapters.training.saving",
+    "export_safetensors": "tierstore.adapters.training.saving",
+    "load_training": "tierstore.adapters.training.loading",
     "save_training": "tierstore.adapters.training.saving",
 }
 
 __all__ = [
     "Access",
-    "ActivationOffload",
-    "ActivationStats",
-    "BudgetError",
-    "CaptureError",
-    "ClosedError",
     "CorruptDataError",
-    "DeviceError",
-    "DiskFullError",
-    "DuplicateKeyError",
-    "InvalidHeaderError",
-    "InvalidTraceError",
     "Lease",
-    "LeaseError",
-    "OffloadHandle",
     "OffloadModel",
     "OffloadOptimizer",
-    "ReentrantCallError",
-    "ServiceLostError",
-    "Snapshot",
-    "StaleCheckpointError",
     "Stats",
-    "StoreLockedError",
-    "StoreTimeoutError",
     "Tier",
     "TierStore",
     "TierStoreError",
     "TransferError",
-    "TruncatedFileError",
-    "UnknownKeyError",
-    "UrlError",
     "checkpoint_activations",
     "cpu_offload",
     "disable_offload",
@@ -137,11 +92,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "types":
+        return import_module("tierstore.types")
     if name not in _LAZY:
         raise AttributeError(f"module 'tierstore' has no attribute {name!r}")
     return getattr(import_module(_LAZY[name]), name)
 
 
 def __dir__() -> list[str]:
-    """The public names, also those that are not imported yet, and nothing else."""
-    return sorted(__all__)
+    """List the public names and modules, imported or not, and nothing else."""
+    return sorted([*__all__, "errors", "types"])

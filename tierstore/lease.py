@@ -8,10 +8,10 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from tierstore.model.errors import LeaseError
+from tierstore.errors import LeaseError
+from tierstore.model.formatting import count, size
 from tierstore.model.groups import GroupId
 from tierstore.model.tiers import Access
-from tierstore.model.words import count, size
 from tierstore.observe.report import Shown, shown_by
 
 

@@ -191,10 +191,12 @@ class TierStore(AbstractContextManager["TierStore"]):
         tensors: torch.Tensor | Mapping[str, torch.Tensor],
         *,
         durable: bool = True,
+        timeout: float | None = None,
     ) -> None:
-        """`put` for coroutines. Cancelled, it is whole or not there, and over when told."""
+        """Async `put`. If it is cancelled, the group is either fully stored or absent when the call
+        returns."""
         check_callers_key(key)
-        await self._engine.puts.put_async(key, tensors, durable=durable)
+        await self._engine.puts.put_async(key, tensors, durable=durable, timeout=timeout)
 
     # Taking by reference -----------------------------------------------------------------------
 
@@ -237,7 +239,7 @@ class TierStore(AbstractContextManager["TierStore"]):
         *,
         groups: Mapping[str, Iterable[str]] | None = None,
     ) -> list[str]:
-        """`register_checkpoint` for coroutines: headers are read off the event loop's thread."""
+        """Async `register_checkpoint`. Headers are read on another thread."""
         known = self._engine.groups
         files = await aread_checkpoint(path)
         held = await asyncio.to_thread(known.hold, files)
@@ -290,9 +292,11 @@ class TierStore(AbstractContextManager["TierStore"]):
         """
         return self._engine.leases.acquire(key, access, timeout)
 
-    async def aacquire(self, key: str, access: Access = Access.READ) -> Lease:
-        """`acquire` for coroutines: never blocks the event loop; cancelled, it leaves nothing."""
-        return await self._engine.leases.acquire_async(key, access)
+    async def aacquire(
+        self, key: str, access: Access = Access.READ, *, timeout: float | None = None
+    ) -> Lease:
+        """Async `acquire`. It never blocks the event loop. Cancelled, it leaves nothing leased."""
+        return await self._engine.leases.acquire_async(key, access, timeout)
 
     def get(
         self, key: str, *, timeout: float | None = None
@@ -311,9 +315,11 @@ class TierStore(AbstractContextManager["TierStore"]):
         """
         return self._engine.leases.get(key, timeout)
 
-    async def aget(self, key: str) -> torch.Tensor | dict[str, torch.Tensor]:
-        """`get` for coroutines."""
-        return await self._engine.leases.get_async(key)
+    async def aget(
+        self, key: str, *, timeout: float | None = None
+    ) -> torch.Tensor | dict[str, torch.Tensor]:
+        """Async `get`."""
+        return await self._engine.leases.get_async(key, timeout)
 
     # Hints and housekeeping --------------------------------------------------------------------
 

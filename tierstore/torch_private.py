@@ -311,15 +311,8 @@ def stored_at(name: str, offset: int, nbytes: int) -> Any:
     return _StorageInfo(name, offset, nbytes)
 
 
-def classes_of_metadata() -> list[Any]:
-    """Whatever the metadata of a checkpoint is made of, but for dtypes and paths."""
-    from torch.distributed.checkpoint import filesystem, metadata
+def file_view(file: Any, offset: int, nbytes: int) -> Any:
+    """A part of a file as a file, for `torch.load`."""
+    from torch.distributed.checkpoint.utils import _create_file_view
 
-    public = [getattr(metadata, name) for name in metadata.__all__]
-    encoding = metadata._MEM_FORMAT_ENCODING
-    return [*public, encoding, filesystem._StorageInfo, torch.Size, torch.serialization._get_layout]
-
-
-def dtypes_of_storages() -> dict[str, torch.dtype]:
-    """The dtypes of the classes that files of `torch.save` call their storages by."""
-    return dict(torch.storage._storage_type_to_dtype_map())
+    return _create_file_view(file, offset, nbytes)
