@@ -120,6 +120,14 @@ class Repeated:
                 time.sleep(0.001)
         raise AssertionError(f"the loop is not followed after {passes} passes")
 
+    def follow_for(self, passes: int) -> LoopRunner:
+        """Run until the plan is followed, and for some passes of it."""
+        runner = self.follow()
+        for _ in range(passes):
+            self.run()
+        assert self.runner is runner
+        return runner
+
 
 @pytest.fixture
 def repeated(tmp_path: Path, device: str) -> Iterator[Repeated]:
@@ -379,11 +387,7 @@ def test_groups_whose_bytes_are_moved_after_reading_are_not_cut(
 ) -> None:
     made = RepeatedOdd(tmp_path / "store", device)
     with made.store:
-        runner = made.follow()
-        for _ in range(3):
-            made.run()
-        assert made.runner is runner
-        assert not cut_groups(runner)
+        assert not cut_groups(made.follow_for(3))
         assert_within_budgets(made.store)
 
 
@@ -391,10 +395,7 @@ def test_groups_whose_bytes_are_moved_after_reading_are_not_cut(
 def test_groups_that_are_checked_at_each_read_are_not_cut(device: str, tmp_path: Path) -> None:
     made = Repeated(tmp_path / "store", device, verify="always")
     with made.store:
-        runner = made.follow()
-        made.run()
-        assert made.runner is runner
-        assert not cut_groups(runner)
+        assert not cut_groups(made.follow_for(1))
 
 
 class RepeatedFromFile(RepeatedOdd):
@@ -410,10 +411,7 @@ def test_groups_of_a_checkpoint_are_cut_where_the_device_allows_it(
     """There, tensors are aligned, and a tile must not reach beyond its room."""
     made = RepeatedFromFile(tmp_path / "store", device)
     with made.store:
-        runner = made.follow()
-        for _ in range(3):
-            made.run()
-        assert made.runner is runner
+        runner = made.follow_for(3)
         plan, entries = runner.memory.keyed.plan, runner.memory.entries
         moved = {copy.group for tier in plan.tiers for copy in tier.copies}
         ahead = {

@@ -191,3 +191,11 @@ def _read(descriptor: int, deadline: float) -> bytes:
         return os.read(descriptor, 4096)
     except OSError:  # the other end was closed
         return b""
+
+
+def step_of(document: dict[str, Any]) -> dict[str, Any]:
+    """Return what `plan` says of the only model's step at the only budget."""
+    (plan,) = document["plans"]
+    (step,) = plan["steps"]
+    found: dict[str, Any] = step
+    return found

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.cli.conftest import Inspect, start
+from tests.cli.conftest import Inspect, start, step_of
 from tierstore.model.sizes import parse_size
 from tierstore.tiers.disk_speed import remember
 
@@ -51,14 +51,6 @@ def checkpoint(tmp_path: Path) -> Path:
 def keys_of(document: dict[str, Any], component: int = 0) -> list[str]:
     (plan,) = document["plans"]
     return [group["key"] for group in plan["components"][component]["groups"]]
-
-
-def step_of(document: dict[str, Any]) -> dict[str, Any]:
-    """What is told of the only model's step at the only budget."""
-    (plan,) = document["plans"]
-    (step,) = plan["steps"]
-    found: dict[str, Any] = step
-    return found
 
 
 def budgets_of(document: dict[str, Any]) -> list[str]:

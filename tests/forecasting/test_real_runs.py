@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tests import pipelines
 from tests.accelerator import ACCELERATOR, needs_accelerator
-from tests.cli.conftest import Inspect
+from tests.cli.conftest import Inspect, step_of
 from tests.helpers.engine import core_of
 from tierstore import TierStore, enable_group_offload
 from tierstore.model.outline import tile_bytes
@@ -26,14 +26,6 @@ from tierstore.trace import read_trace
 @pytest.fixture(autouse=True)
 def no_disk_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-def step_of(document: dict[str, Any]) -> dict[str, Any]:
-    """What is told of the only model's step at the only budget."""
-    (plan,) = document["plans"]
-    (step,) = plan["steps"]
-    found: dict[str, Any] = step
-    return found
 
 
 Built = Callable[[str, str], Path]
@@ -148,7 +140,7 @@ def steps_of(path: Path, prefix: str, first: str) -> tuple[dict[str, int], list[
 
 
 def source_bytes(store: TierStore, key: str) -> int:
-    """What reading a group adds to `stats().bytes_read`."""
+    """Return the bytes that reading a group adds to `stats().bytes_read`."""
     source = core_of(store).mover.entry(core_of(store).current[key]).source
     assert source is not None
     return source.nbytes

@@ -106,7 +106,7 @@ class _Drafter:
         lower = [min(USUAL_LOWER_RING * self._tile, limit) for limit in self._limits[1:]]
         found: _Timed | None = None
         for ring in self._top_rings():
-            if found is not None and ring > self._limits[0] // shares.RING:
+            if found is not None and ring > self._usual_ring(0):
                 break
             tried = self._timed(_Choice((ring, *lower), for_good), found)
             if found is not None and tried is not None and self._least(tried.plan) > found.seconds:
@@ -120,7 +120,7 @@ class _Drafter:
             (0, NEARBY)
         ]:
             rings = found.choice.rings
-            most = max(self._limits[level] // shares.RING, rings[level])
+            most = max(self._usual_ring(level), rings[level])
             for share in nearby:
                 ring = min(int(rings[level] * share), most)
                 choice = _Choice((*rings[:level], ring, *rings[level + 1 :]), for_good)
@@ -130,13 +130,17 @@ class _Drafter:
     def _top_rings(self) -> Iterator[int]:
         """Rings of the fastest tier, the smallest first. How large one has to be depends on what
         stays for good, so each share of that is tried with all of them."""
-        ring, most = float(max(self._loop.sizes)), self._limits[0] // shares.RING
+        ring, most = float(max(self._loop.sizes)), self._usual_ring(0)
         while ring < self._limits[0]:
             yield int(ring)
             if ring < most < ring * RING_GROWTH:
                 yield most
             ring *= RING_GROWTH
         yield self._limits[0]
+
+    def _usual_ring(self, level: int) -> int:
+        """Return the bytes that a ring takes at most, unless no plan does with less."""
+        return self._limits[level] // shares.RING
 
     def _least(self, plan: LoopPlan) -> float:
         """Seconds that a pass takes at least, with as many bytes as this plan moves."""
