@@ -22,7 +22,7 @@ def addresses(module: nn.Module) -> list[int]:
 
 
 def maker(module: nn.Module, kind: type) -> Callable[[], Any]:
-    """What makes the uses of a kind around a module's forward."""
+    """Return the function that makes contexts of a kind around a module's forward."""
     patch: Any = vars(module)["forward"]
     while isinstance(patch, MethodPatch):
         assert isinstance(patch.run, ForwardRunner)

@@ -13,8 +13,8 @@ ROW = re.compile(
     r"^\| (?:`(?P<file>tierstore/[\w/]+\.py)`)? ?\| `(?P<name>[\w.]+)` \|", re.MULTILINE
 )
 
-# What is called by another name: a callback, or a value that was handed on; no name, where the
-# method before calls both.
+# Functions that are called by another name: a callback, or a value that was handed on; no name,
+# where the method before calls both.
 HANDED_ON = {
     ("RequestLoop._try", "Leases._attempt"): "attempt",
     ("Core.handled", "Planner.handle"): "handle",

@@ -144,7 +144,7 @@ def go_on(place: Path, way: str, expected: Path, tell: Tell) -> None:
 
 
 def names_in(run: Path) -> list[str]:
-    """What a save has left, without the number of the save."""
+    """Return the names of a save's files, without the number of the save."""
     names = [p.name for p in run.iterdir()] if run.is_dir() else []
     return sorted(re.sub(r"_\d+\.distcp", ".distcp", name) for name in names)
 

@@ -242,7 +242,7 @@ def test_larger_slices_are_seen_in_the_memory(disk_dir: Path) -> None:
 
 @on_both
 def test_disabled_model_that_is_kept_holds_no_memory(device: str, disk_dir: Path) -> None:
-    """Who trains another model in the same store may still have the wrapper of this one."""
+    """The wrapper may be kept while another model is trained in the same store."""
     with TierStore("16MB", disk_dir, device=device) as store:
         model = OffloadModel(nn.Sequential(*(Block(width) for width in WIDTHS)), store)
         optimizer = OffloadOptimizer(model, store, torch.optim.SGD, lr=0.1)

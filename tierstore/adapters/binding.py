@@ -24,7 +24,7 @@ as a cache of keys and values, or running statistics."""
 
 
 class BindingPolicy(Enum):
-    """What becomes of a change of a bound tensor."""
+    """How a binding treats a change of its tensor."""
 
     READ_ONLY = auto()
     """The store registers the group again, under another key. A backward pass through the old
@@ -121,7 +121,7 @@ class ParameterBinding:
             self._show_host_view()
 
     def is_in_place(self, value: torch.Tensor) -> bool:
-        """Whether a value lies in the memory of the host view, in its form."""
+        """Tell whether a value lies in the memory of the host view, in its form."""
         host_view = self.host_view
         return (
             address_of(value) == self._address
@@ -158,7 +158,7 @@ class ParameterBinding:
             others.discard(self.user)
 
     def is_bound_on(self, thread: int) -> bool:
-        """Whether a use on a thread (or one that has no thread) has bound it to leased memory."""
+        """Tell whether a use on a thread (or one without any) has bound it to leased memory."""
         if self.user is None:
             return False
         users = (self.user, *(self.others or ()))

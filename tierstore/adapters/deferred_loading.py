@@ -1,4 +1,4 @@
-"""What is deferred while a library loads a model, so that little of it is in memory at once.
+"""Defer work while a library loads a model, so that little of it is in memory at once.
 
 A `LoadingMode` sees every operation of torch on the thread that loads:
 
@@ -145,7 +145,7 @@ class LoadingMode(TorchDispatchMode):
         device: torch.device | None = None,
         **options: Any,
     ) -> bool:
-        """Whether this is no more than a cast of a file's bytes: then it is noted."""
+        """Note an operation if it only casts a file's bytes. Returns whether it does."""
         if dtype is None or not dtype.is_floating_point or not tensor.is_floating_point():
             return False
         if (device is not None and torch.device(device).type != "cpu") or not _is_plain(tensor):
@@ -167,7 +167,7 @@ class LoadingMode(TorchDispatchMode):
         return self._space.extent_at(*where) is not None
 
     def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype | None:
-        """What a tensor is to be cast to; None if it is what it should be."""
+        """Return the dtype that a tensor is to be cast to; None if it has it."""
         dtype = self._casts.at(tensor) if _is_plain(tensor) else None
         return None if dtype is tensor.dtype else dtype
 
@@ -176,7 +176,7 @@ class LoadingMode(TorchDispatchMode):
         return tensor if dtype is None else tensor.to(dtype)
 
     def _in_file_if_large(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What was just made, in a file if it is large."""
+        """Return a tensor that was just made, in a file if it is large."""
         nbytes = tensor_bytes(tensor) if _is_plain(tensor) else 0
         if nbytes < LARGE or span(tensor) != nbytes:
             return tensor
@@ -228,7 +228,7 @@ class DeferredConcat:
     def join(
         self, function: Any, tensors: Any = (), dim: int = 0, *_: Any, **options: Any
     ) -> torch.Tensor | None:
-        """What an operation will return, if it joins whole weights of files. Else None."""
+        """Return the future result of an operation that joins whole weights of files. Else None."""
         join = _JOINS.get(function)
         if (
             join is None
@@ -320,7 +320,7 @@ class DeferredConcat:
 
 
 def _is_all_of(tensor: torch.Tensor, joined: _Concat) -> bool:
-    """Whether a tensor is a joined one, and not a part of it."""
+    """Tell whether a tensor is a joined one, and not a part of it."""
     result = joined.result
     return (
         address_of(tensor) == address_of(result)

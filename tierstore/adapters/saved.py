@@ -40,7 +40,7 @@ from tierstore.torch_private import (
 )
 
 _CAST = "ToCopyBackward0"
-"""What autograd calls a cast."""
+"""Name of a cast's node in autograd."""
 
 
 class WeightHooks:
@@ -99,8 +99,8 @@ class WeightHooks:
 
 
 def other_hooks_are_on() -> bool:
-    """Whether somebody else's hooks are on for what autograd saves. A module around this one whose
-    own weights are in use has ours on."""
+    """Tell whether another library's saved-tensor hooks are on. A module around this one whose own
+    weights are in use has ours on."""
     top = saved_tensor_hooks()
     while top is not None and isinstance(getattr(top[0], "__self__", None), WeightHooks):
         outer: WeightHooks = top[0].__self__  # type: ignore[attr-defined]

@@ -164,12 +164,12 @@ class UnitWeights:
 
     @functools.cached_property
     def saved_unseen(self) -> bool:
-        """Whether functions of a library keep some of them past saved-tensor hooks."""
+        """Tell whether functions of a library keep some of them past saved-tensor hooks."""
         return any(any_answer(Library.saves_weights, each) for each in self.parameters)
 
     @property
     def frozen(self) -> bool:
-        """Whether none of them wants a gradient."""
+        """Tell whether none of them requires a gradient."""
         return not any(tensor.requires_grad for tensor in self.parameters)
 
 

@@ -37,7 +37,7 @@ CALLS_OF_CLOSING = 12
 
 @dataclass(frozen=True)
 class Plan:
-    """What one process does, and when it dies.
+    """The work of one process, and when it dies.
 
     It dies at call `target` after it begins to do `doing` for the `turn`-th time ("open" comes
     first), or, if it never does, after it begins to close. Counted are `only` calls of that name,
