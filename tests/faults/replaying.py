@@ -38,13 +38,18 @@ SECTOR = 512
 
 @dataclass
 class Plan:
-    """So many `states` of one disk, `without` syncs of `"files"` or `"directories"` or with all."""
+    """Replay `states` states of one disk, with all syncs or `without` those of one kind.
+
+    `without` is `"files"` or `"directories"`. With `until_lost`, the replay ends at the first
+    state in which an acknowledged value is lost.
+    """
 
     kind: str
     place: str
     states: int
     seed: int = 0
     without: str | None = None
+    until_lost: bool = False
 
 
 @dataclass
@@ -60,6 +65,10 @@ class Cut:
     found: int = 0
     broken: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
+
+    @property
+    def lost_a_value(self) -> bool:
+        return any(each.startswith("lost: ") for each in self.broken)
 
 
 # Recording ----------------------------------------------------------------------------------------
@@ -188,6 +197,8 @@ def replay(plan: Plan) -> Iterator[Cut]:
         except Unusable as error:
             result.broken.append(f"it could not be mounted: {error}")
         yield result
+        if plan.until_lost and result.lost_a_value:
+            return
 
 
 def main(plans: list[Plan]) -> None:

@@ -36,7 +36,7 @@ SIGNS = {
     "remove before the rename": ("lost: .* is None", "unlink"),
     "never clean up": ("left behind: ", ""),
     "flush nothing": ("lost: ", ""),
-    "remove nothing": (r"lost: .* not any of \[None\]", ""),
+    "remove nothing": (r"lost: .* is \(.* not any of \[.*None", ""),
     "write elsewhere": ("outside: ", ""),
 }
 KILLS = by_lane(30, 30, 5000)
