@@ -17,12 +17,12 @@ from tests import devices
 from tests.device import pretend as _pretend
 
 ACCELERATOR = devices.chosen()
-"""Its type, as torch names it: "pretend", or "cuda"."""
+"""Type of the accelerator, as torch names it: "pretend" or "cuda"."""
 DEVICE_0, DEVICE_1 = f"{ACCELERATOR}:0", f"{ACCELERATOR}:1"
 PRETENDING = ACCELERATOR == devices.PRETEND
 
 
-# What a test needs --------------------------------------------------------------------------------
+# Availability -------------------------------------------------------------------------------------
 
 needs_accelerator = pytest.mark.accelerator
 DEVICES = ("cpu", pytest.param(ACCELERATOR, marks=needs_accelerator))
@@ -30,7 +30,7 @@ on_both = pytest.mark.parametrize("device", DEVICES)
 
 
 def _prepare() -> str | None:
-    """Make the accelerator ready; or say why it cannot be used here.
+    """Make the accelerator ready, or return why it cannot be used here.
 
     The pretend one is loaded: that must come before the first backward pass of the process.
     """
@@ -47,9 +47,9 @@ def _compute_the_same_each_time() -> None:
     """Choose kernels that give the same bits for the same input, so that bits can be compared.
 
     TensorFloat-32 rounds more than `TOLERANCES` allow. cuDNN's attention adds gradients up in no
-    fixed order, as memory-efficient attention does: what is left is flash attention, which is told
-    to keep an order, and plain products. `devices.DETERMINISTIC` is for cuBLAS. An operator that
-    has no such kernel runs all the same. Memory is left as it is allocated, as users have it.
+    fixed order, nor does memory-efficient attention. Only flash attention, set to a fixed order,
+    and plain products remain. `devices.DETERMINISTIC` is for cuBLAS. An operator without such a
+    kernel still runs. Memory is left as it is allocated, as users have it.
     """
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.set_flags(_benchmark=False, _deterministic=True, _allow_tf32=False)
@@ -60,19 +60,19 @@ def _compute_the_same_each_time() -> None:
 
 
 REASON = _prepare()
-"""Why the accelerator cannot be used here, or None if it can."""
+"""Reason why the accelerator cannot be used here, or None if it can."""
 
 
-# What every accelerator can do --------------------------------------------------------------------
+# Common functions ---------------------------------------------------------------------------------
 
 
 def module() -> ModuleType:
-    """The accelerator's module of torch, such as torch.cuda."""
+    """Return the accelerator's module of torch, such as torch.cuda."""
     return torch.get_device_module(ACCELERATOR)
 
 
 def count() -> int:
-    """How many devices there are."""
+    """Return the number of devices."""
     return int(module().device_count()) if REASON is None else 0
 
 
@@ -82,7 +82,7 @@ def synchronize() -> None:
 
 
 def finish() -> None:
-    """Wait for all devices that were used. Raises what a kernel raised that ran late."""
+    """Wait for all devices that were used. Raises the error of a kernel that ran late."""
     if PRETENDING:
         _pretend.finish()
     elif REASON is None and module().is_initialized():
@@ -91,12 +91,12 @@ def finish() -> None:
 
 
 def counted(name: str, *arguments: Any) -> int:
-    """What the pretend accelerator counts, such as "stale_copies". A real one does not: 0."""
+    """Return a count of the pretend accelerator, such as "stale_copies". A real one has none: 0."""
     return int(getattr(_pretend, name)(*arguments)) if PRETENDING else 0
 
 
 def start_counting() -> None:
-    """Set all that is counted back, and the peaks of the first device."""
+    """Reset all counters, and the peaks of the first device."""
     module().reset_peak_memory_stats()
     if PRETENDING:
         _pretend.reset_counters()
@@ -104,7 +104,7 @@ def start_counting() -> None:
 
 
 class _Pretend:
-    """tests.device.pretend, for tests that are marked `pretend_only`, and for what they share."""
+    """tests.device.pretend, for tests that are marked `pretend_only` and their helpers."""
 
     def __getattr__(self, name: str) -> Any:
         devices.require_mark(name)
@@ -114,7 +114,7 @@ class _Pretend:
 pretend: Any = _Pretend()
 
 
-# Whether values are the same ----------------------------------------------------------------------
+# Comparison of values -----------------------------------------------------------------------------
 
 TOLERANCES = {
     torch.float64: 1e-9,
@@ -122,16 +122,18 @@ TOLERANCES = {
     torch.float16: 4e-3,
     torch.bfloat16: 3e-2,
 }
-"""How far results of a real device may be from the CPU's, as a part of their size. Kernels add up
-in another order, which moves each by a few roundings."""
+"""Relative tolerances for results of a real device against the CPU's, by dtype.
+
+Kernels sum in another order, which moves each result by a few roundings.
+"""
 
 
 def same(found: torch.Tensor, expected: torch.Tensor, device: str | torch.device) -> bool:
-    """Whether what `device` computed is what the CPU has computed from the same values.
+    """Return whether `device` has computed what the CPU computes from the same values.
 
-    Bits on the CPU and on the pretend accelerator, and for dtypes that are exact. Otherwise each
-    element may differ by its dtype's tolerance times its size and the mean size in the tensor, so
-    that neither a scale nor what cancels out matters. Where one is NaN, both are.
+    Bits are compared on the CPU and on the pretend accelerator, and for dtypes that are exact.
+    Otherwise each element may differ by its dtype's tolerance times its size and the mean size in
+    the tensor, so that neither scale nor cancellation matters. NaN must match NaN.
     """
     found, expected = found.detach().cpu(), expected.detach().cpu()
     if found.dtype is not expected.dtype or found.shape != expected.shape:

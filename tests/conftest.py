@@ -1,6 +1,6 @@
-"""What every test shares: an environment without network, few threads, and a few fixtures.
+"""Common to all tests: an environment without network, few threads, and a few fixtures.
 
-torch takes seconds to import, so nothing here imports it before a test needs it.
+Importing torch takes seconds, so nothing here imports it before a test needs it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 
 from tests import devices, lanes
 
-# Processes that run tests at once have a core each: with more threads, they would wait for it.
+# Each parallel test process has one core: with more threads they would compete for it.
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2
 
 # Set before any test imports the libraries that read these, and inherited by subprocesses.
@@ -32,11 +32,11 @@ os.environ["OMP_NUM_THREADS"] = str(THREADS)
 if "torch" in sys.modules:  # too late for the variable above
     sys.modules["torch"].set_num_threads(THREADS)
 
-# Compiled files are kept, whatever was set: hundreds of processes that tests start import the same.
+# Compiled files are always kept: hundreds of processes that tests start import the same ones.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# Whoever runs the tests in the background of a script has Ctrl-C ignored, by all that they start.
+# A shell script's background jobs ignore Ctrl-C, as do their children.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -50,32 +50,31 @@ pytest_collection_modifyitems = lanes.pytest_collection_modifyitems
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
-    """Add the options of the lanes, and what tests/devices.py is: a plugin of its own."""
+    """Add the options of the lanes, and tests/devices.py as a plugin."""
     lanes.pytest_addoption(parser)
     pluginmanager.register(devices, "devices")
 
 
 def pytest_collection_finish() -> None:
-    """Let the garbage collector pass over what is there before the first test, for good.
+    """Exclude all objects that exist before the first test from garbage collection, for good.
 
-    That is half a million objects of torch, diffusers and transformers. Tests that look at what is
-    left let garbage go first, often many times, and each time took 0.2 seconds for those alone.
+    These are half a million objects of torch, diffusers and transformers. Leak tests collect
+    garbage first, often many times, and each pass took 0.2 seconds for those alone.
     """
     gc.collect()
     gc.freeze()
 
 
-# Locks are taken on files that are always here, so that none is left behind.
+# The locked files always exist, so none is left behind.
 QUEUE = Path(__file__)
 MACHINE = Path(__file__).with_name("__init__.py")
 
 
 @contextmanager
-def place_on_the_machine(alone: bool) -> Iterator[None]:
-    """Inside, tests of other processes may run too, unless this one must be alone.
+def hold_the_machine(alone: bool) -> Iterator[None]:
+    """Hold a place on the machine; other test processes may hold one, too, unless `alone`.
 
-    Who wants to go on queues first: otherwise the others could go on and on while one waits until
-    none of them is left.
+    Each process queues first: otherwise others could continue while one waits for all to finish.
     """
     with QUEUE.open() as queue, MACHINE.open() as machine:
         fcntl.flock(queue, fcntl.LOCK_EX)
@@ -87,20 +86,20 @@ def place_on_the_machine(alone: bool) -> Iterator[None]:
             fcntl.flock(machine, fcntl.LOCK_UN)
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time of the test counts
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the test's timer starts
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Where several processes run tests at once, those marked `alone` have the machine."""
+    """Give tests marked `alone` the whole machine where several processes run tests at once."""
     if "PYTEST_XDIST_WORKER" not in os.environ:
         return (yield)
-    with place_on_the_machine(alone=item.get_closest_marker("alone") is not None):
+    with hold_the_machine(alone=item.get_closest_marker("alone") is not None):
         return (yield)
 
 
 @pytest.fixture(autouse=True, scope="session")
-def cache_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What was measured of the user's disks changes no test, and no test changes it.
+def separate_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep measurements of the user's disks away from tests, and tests away from them.
 
-    Nor do processes that run tests at once share it: each makes one.
+    Parallel test processes do not share it either: each makes one.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
@@ -109,16 +108,16 @@ def cache_of_our_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]
 
 @pytest.fixture
 def disk_dir(tmp_path: Path) -> Path:
-    """A directory for a store's files; it does not exist yet."""
+    """Return a directory for a store's files; it does not exist yet."""
     return tmp_path / "store"
 
 
 @pytest.fixture(autouse=True)
 def same_moments() -> Iterator[None]:
-    """The pretend accelerator, where it is loaded, runs work at the same moments in each test.
+    """Run the pretend accelerator's work, where loaded, at the same moments in each test.
 
-    Nothing is left for the next test, such as registered memory. What a kernel raised that nobody
-    asked about is raised here.
+    State such as registered memory is cleared for the next test. The error of a kernel that no call
+    has raised is raised here.
     """
     accelerator = sys.modules.get("tests.device.pretend")
     if accelerator is not None:
@@ -134,20 +133,24 @@ def same_moments() -> Iterator[None]:
 
 @pytest.fixture
 def accelerator() -> Any:
-    """The accelerator's module of torch, such as torch.cuda: what each of them can do."""
+    """Return the accelerator's module of torch, such as torch.cuda, common to all accelerators."""
     return importlib.import_module("tests.accelerator").module()
 
 
 @pytest.fixture
 def pretend() -> Any:
-    """The pretend accelerator, loaded, for tests that are marked `pretend_only`: these are skipped
-    where it cannot be built."""
+    """Return the pretend accelerator, loaded, for tests that are marked `pretend_only`.
+
+    These are skipped where it cannot be built.
+    """
     return importlib.import_module("tests.device.pretend").load()
 
 
 @pytest.fixture
 def late_pretend(pretend: Any) -> Any:
-    """The pretend accelerator, doing nothing before somebody waits for it: whoever does not wait
-    finds that out each time."""
+    """Return the pretend accelerator in late mode.
+
+    It does nothing before something waits for it, so that a missing wait shows every time.
+    """
     pretend.set_slowness(None)
     return pretend

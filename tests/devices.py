@@ -1,16 +1,16 @@
 """The accelerator that the tests use: the pretend one, or a real one with `pytest --device cuda`.
 
-Tests name no device. `tests/accelerator.py` has the constant for the one that was chosen, and
-marks say what a test needs:
+Tests name no device. `tests/accelerator.py` has the constant for the chosen one, and marks say what
+a test needs:
 
 - `accelerator`: it uses the accelerator. Skipped where there is none.
 - `pretend_only("late")`: it needs the pretend accelerator, for one of the `REASONS`. `--device`
-  with another device leaves it out, but for the cases of a test whose `device` is the CPU.
+  with another device leaves it out, except the cases of a test whose `device` is the CPU.
 - `two_devices`: it uses a second device. Skipped where there is one.
 
 A test without a mark uses the CPU alone; `-m accelerator` leaves those out. The fixtures `pretend`
-and `late_pretend`, and `pretend` of `tests/accelerator.py`, are refused to tests without the mark
-`pretend_only`, on the pretend accelerator, too: so a test that runs nowhere else says so.
+and `late_pretend`, and `pretend` of `tests/accelerator.py`, raise in tests without the mark
+`pretend_only`, on the pretend accelerator, too: a test that runs nowhere else must be marked.
 
 Nothing here imports torch before a test module has, unless a real device was asked for.
 """
@@ -29,7 +29,7 @@ import pytest
 
 PRETEND = "pretend"
 VARIABLE = "TIERSTORE_TEST_DEVICE"
-"""In the environment, so that processes that a test starts know it, too."""
+"""Environment variable that passes the choice on to processes that a test starts."""
 
 REASONS = {
     "captures": "work is captured, and what was captured is never run",
@@ -42,17 +42,17 @@ REASONS = {
     "kernels": "the kernels and the random numbers are the CPU's",
     "collectives": "has collectives that are made for the pretend accelerator",
 }
-"""Why a test may need the pretend accelerator, by the argument of its mark."""
+"""Reasons why a test may need the pretend accelerator, by the argument of its mark."""
 
 FIXTURES = {"pretend", "late_pretend"}
-"""They are for tests that are marked `pretend_only`."""
+"""Fixtures for tests that are marked `pretend_only`."""
 
 # Set before CUDA starts: cuBLAS then gives each call the same bits on every stream.
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def chosen() -> str:
-    """The type of the accelerator that tests use, such as "pretend" or "cuda"."""
+    """Return the type of the accelerator that tests use, such as "pretend" or "cuda"."""
     return os.environ.get(VARIABLE, PRETEND)
 
 
@@ -63,7 +63,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     """Add `--device`, and set it for this process and those that it starts.
 
     Read here, before pytest reads the command line: modules whose parameters name the device are
-    imported sooner than that, where they are the conftest.py of a folder.
+    imported earlier than that, where they are a folder's conftest.py.
     """
     parser.addoption(
         "--device",
@@ -81,7 +81,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse a device that is not one, or that is not here; collecting alone needs none."""
+    """Reject a device that is unknown or absent; collecting alone needs none."""
     device = config.getoption("device")
     if device != chosen():
         raise pytest.UsageError(f"pass --device on the command line, or set {VARIABLE}={device}")
@@ -100,9 +100,9 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--device {device}: {reason}")
 
 
-@pytest.hookimpl(trylast=True)  # after the lane has left out its own
+@pytest.hookimpl(trylast=True)  # after the lane has deselected its own
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what a real device cannot do, and skip what no device here can.
+    """Deselect cases that a real device cannot run, and skip those that no device here can.
 
     Raises UsageError for marks that are wrong or missing.
     """
@@ -132,14 +132,14 @@ def _check(item: pytest.Item) -> None:
 
 
 def _needs_pretend(item: pytest.Item) -> bool:
-    """Whether the case is left to the pretend accelerator: those on the CPU run anywhere."""
+    """Return whether the case is left to the pretend accelerator. Cases on the CPU run anywhere."""
     call = getattr(item, "callspec", None)
     on_cpu = call is not None and call.params.get("device") == "cpu"
     return item.get_closest_marker("pretend_only") is not None and not on_cpu
 
 
 def _missing(item: pytest.Item) -> Iterator[str]:
-    """Why the case cannot run here. tests/accelerator.py is loaded where a test needs it."""
+    """Return why the case cannot run here. Loads tests/accelerator.py if a test needs it."""
     two = item.get_closest_marker("two_devices") is not None
     if not (two or item.get_closest_marker("accelerator") or _needs_pretend(item)):
         return
@@ -150,14 +150,14 @@ def _missing(item: pytest.Item) -> Iterator[str]:
         yield f"needs two devices, and there is one {chosen()}"
 
 
-# What was left out --------------------------------------------------------------------------------
+# Summary of deselected tests ----------------------------------------------------------------------
 
 Counts = dict[str, int]
 COUNTS = pytest.StashKey[Counts]()
 
 
 def _counted(items: Sequence[pytest.Item], left_out: Sequence[pytest.Item]) -> Counts:
-    """How many cases there are of each kind: on the device, on the CPU alone, by reason."""
+    """Return the number of cases of each kind: on the device, on the CPU alone, by reason."""
     kinds: Counter[str] = Counter()
     out = {id(item) for item in left_out}
     for item in items:
@@ -171,17 +171,17 @@ def _counted(items: Sequence[pytest.Item], left_out: Sequence[pytest.Item]) -> C
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """A process that runs tests for another one tells it what was counted."""
-    told = getattr(session.config, "workeroutput", None)
-    if told is not None and COUNTS in session.config.stash:
-        told["devices"] = session.config.stash[COUNTS]
+    """Report the counts from a worker process to the main one."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None and COUNTS in session.config.stash:
+        output["devices"] = session.config.stash[COUNTS]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """All of them collect the same."""
-    if "devices" in (told := getattr(node, "workeroutput", {})):
-        node.config.stash[COUNTS] = told["devices"]
+    """Take the counts of one worker: all of them collect the same."""
+    if "devices" in (output := getattr(node, "workeroutput", {})):
+        node.config.stash[COUNTS] = output["devices"]
 
 
 def pytest_terminal_summary(
@@ -195,7 +195,7 @@ def pytest_terminal_summary(
 
 
 def summary(counts: Counts) -> list[str]:
-    """Lines that say how many tests use the device, and why others do not."""
+    """Return lines that say how many tests use the device, and why others do not."""
     reasons = {reason: counts[reason] for reason in REASONS if reason in counts}
     return [
         f"{counts.get('accelerator', 0):5d} on {chosen()}, "
@@ -208,12 +208,12 @@ def summary(counts: Counts) -> list[str]:
 # While a test runs --------------------------------------------------------------------------------
 
 _running: list[str] = []
-"""The test that runs, if it is not marked."""
+"""The running test, if it is not marked."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Meanwhile, functions of the pretend accelerator are refused unless the test is marked."""
+    """Reject functions of the pretend accelerator during the test, unless it is marked."""
     if item.get_closest_marker("pretend_only") is None:
         _running[:] = [item.nodeid]
     try:
@@ -223,6 +223,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 def require_mark(used: str) -> None:
-    """Raises UsageError in a test that is not marked `pretend_only`."""
+    """Raise UsageError in a test that is not marked `pretend_only`."""
     if _running:
         raise pytest.UsageError(f"{_running[0]} uses pretend.{used}: mark it pretend_only")

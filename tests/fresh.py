@@ -1,8 +1,8 @@
-"""Programs in fresh processes, which need not import torch first.
+"""Programs in fresh processes that need not import torch first.
 
 Importing torch takes seconds, and dozens of tests start a Python program that begins with it. One
-process has imported it, and done nothing else; each program runs in a fork of that one: with
-memory, threads, directory and environment of its own, as if the command line had started it.
+process has imported it, and done nothing else; each program runs in a fork of that process: with
+separate memory, threads, directory and environment, as if the command line had started it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LATE = 124
-"""The exit status of a program that took too long, as `timeout` has it."""
+"""Exit status of a program that took too long, as for `timeout`."""
 
 
 def run_fresh(
@@ -30,10 +30,10 @@ def run_fresh(
     seconds: float = 300,
     environment: dict[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run a Python file in `directory` with these arguments, and return what came of it.
+    """Run a Python file in `directory` with these arguments, and return its result.
 
-    It gets this process's environment, with `environment` in addition. After `seconds` it is ended;
-    its exit status is then `LATE`.
+    It gets this process's environment, with `environment` in addition. After `seconds` it is
+    killed; its exit status is then `LATE`.
     """
     request = {
         "program": str(program),
@@ -53,7 +53,7 @@ def run_fresh(
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    """The process that has imported torch: one for all tests of this process."""
+    """Return the process that has imported torch: one for all tests of this process."""
     server = subprocess.Popen(
         [sys.executable, "-m", "tests.fresh"],
         cwd=ROOT,
@@ -89,7 +89,7 @@ def serve() -> None:
 
 
 def in_a_fork(action: Callable[[], None], outputs: Sequence[int]) -> int:
-    """Do something with other outputs; the exit status that the interpreter would give it."""
+    """Run an action with other outputs; return the exit status of an interpreter."""
     os.setpgid(0, 0)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, descriptor in enumerate(outputs, start=1):
@@ -108,7 +108,7 @@ def in_a_fork(action: Callable[[], None], outputs: Sequence[int]) -> int:
 
 
 def _end(status: int) -> int:
-    """Do what the interpreter does at its end: threads are waited for, exit handlers run."""
+    """Do as the interpreter does at exit: join threads and run exit handlers."""
     import threading
 
     threading._shutdown()  # type: ignore[attr-defined]

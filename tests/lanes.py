@@ -1,8 +1,8 @@
-"""Three lanes of tests: what guards each change, what guards a landing, what guards a release.
+"""Three lanes of tests: for each change, for each landing, and for each release.
 
 - **default**, `pytest`: every test without a mark, searches with a few seeds. Minutes.
-- **full**, `pytest --full`: those marked `full`, too; searches as long as they have to be to find
-  each seeded fault. 40 minutes.
+- **full**, `pytest --full`: those marked `full`, too; searches as long as they need to find each
+  seeded fault. 40 minutes.
 - **long**, `pytest --long`: every test, each search at full length. Hours.
 
 A test says itself where it runs:
@@ -11,26 +11,27 @@ A test says itself where it runs:
     @pytest.mark.long("cuts the power again and again", sentinel="tests/a/test_b.py::test_c")
 
 The mark names the first lane that runs the test. It leaves all cases of a parametrised test to that
-lane but those that `keep` names: a list of ids, or a rule by which they are chosen. A test with
-both marks is divided by `long` first, and `full` divides the rest. A mark `long` that keeps nothing
-names the test that stands for it in the full lane, its `sentinel`.
+lane except those that `keep` names: a list of ids, or a rule that chooses them. A test with both
+marks is divided by `long` first, and `full` divides the rest. A mark `long` that keeps nothing
+names the test that represents it in the full lane, its `sentinel`.
 
 - `keep="pairs"`: cases in which each two values of two parameters meet. Enough where no three
-  parameters have to do with each other.
-- `keep="values"`: cases in which each value of each parameter occurs. Enough where no two have.
-- `keep="any device"`: the same, but for the parameter `device`: one device for each case, which
-  one is drawn by the case's name. Enough where devices only matter to what is tested elsewhere.
-- `keep="one device"`: each case, but on one device only. A test without a mark is left so.
-- `keep="a third"`: one in three of "any device", drawn by the cases' names. Enough where each case
-  shows the same of another model or another call.
+  parameters interact.
+- `keep="values"`: cases in which each value of each parameter occurs. Enough where no two interact.
+- `keep="any device"`: the same, except for the parameter `device`: each case gets one device, drawn
+  by the case's name. Enough where other tests cover the devices.
+- `keep="one device"`: each case, but on one device only. The rule for a test without a mark.
+- `keep="a third"`: one in three of "any device", drawn by the cases' names. Enough where the cases
+  show the same for different models or calls.
 
 By a rule, a test without parameters is kept. Without `keep`, all of it is left to that lane.
 The mark of a `pytest.param` counts before that of the function, and that before one of the module.
 
-`by_lane(3, 40, 1000)` is how often to search. Seeds are the same each time, but in the long lane.
+`by_lane(3, 40, 1000)` is how often to search. Seeds are the same each time, except in the long
+lane.
 
-`pytest --full --rest` leaves out what the default lane runs in the same way: what it runs of files
-that do not search (`searches`), but for tests that a gate watches (the mark `watched`).
+`pytest --full --rest` leaves out what the default lane runs in the same way: its cases of files
+that do not search (`searches`), except for tests that a gate watches (the mark `watched`).
 """
 
 from __future__ import annotations
@@ -53,18 +54,18 @@ T = TypeVar("T")
 
 DEFAULT, FULL, LONG = LANES = ("default", "full", "long")
 MARKS = (LONG, FULL)
-"""Marks have the name of the first lane that runs what they leave out, the last lane first."""
+"""Marks, named after the first lane that runs the tests that they leave out; last lane first."""
 VARIABLE = "TIERSTORE_TEST_LANE"
-"""In the environment, so that processes that a test starts know it, too."""
+"""Environment variable that passes the lane on to processes that a test starts."""
 
 
 def lane() -> str:
-    """The lane that runs now."""
+    """Return the lane that runs now."""
     return os.environ.get(VARIABLE, DEFAULT)
 
 
 def by_lane(default: T, full: T, long: T | None = None) -> T:
-    """What holds in the lane that runs now; `long` is that of the full lane if it is not given."""
+    """Return the value for the running lane; `long` defaults to the value for the full lane."""
     return {DEFAULT: default, FULL: full, LONG: full if long is None else long}[lane()]
 
 
@@ -88,11 +89,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect what the lane leaves out. Raises UsageError for marks that are wrong."""
+    """Deselect tests outside the lane. Raises UsageError for marks that are wrong."""
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
         functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    # Where single cases were asked for, what others a test has is not known here.
+    # If single cases were asked for, the other cases of a test are unknown here.
     some = any("::" in argument for argument in config.args)
     first: dict[int, str] = {}
     for (name, cases), mark in itertools.product(functions.items(), MARKS):
@@ -110,7 +111,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def left_out(
     name: str, cases: Sequence[pytest.Item], mark_name: str, some: bool
 ) -> list[pytest.Item]:
-    """Those of a test's cases that are left to the lane that a mark is called after."""
+    """Return those of a test's cases that a mark leaves to the lane of its name."""
     found: list[pytest.Item] = []
     marks = {id(mark): mark for case in cases if (mark := _mark(case, mark_name)) is not None}
     for mark in marks.values():
@@ -121,17 +122,17 @@ def left_out(
 
 
 def _repeats(item: pytest.Item) -> bool:
-    """Whether what the default lane runs would run in the same way in the full one."""
+    """Return whether the full lane would run the case just as the default lane does."""
     return item.get_closest_marker("watched") is None and not searches(item.path)
 
 
 def kept_cases(
     name: str, cases: Sequence[pytest.Item], mark: pytest.Mark, some: bool
 ) -> Sequence[pytest.Item]:
-    """Those of the cases with a mark that run in the lane before, too.
+    """Return those of the marked cases that run in the earlier lane, too.
 
-    If `some` says so, the test has other cases. Raises UsageError for a mark that has no reason, an
-    unknown rule, or names a case that there is not, as after a renaming; and for a mark `long` that
+    `some` says that the test has other cases. Raises UsageError for a mark without a reason, with
+    an unknown rule, or that names a missing case, as after a rename; and for a mark `long` that
     neither keeps a case nor names a sentinel.
     """
     if not (len(mark.args) == 1 and isinstance(mark.args[0], str) and mark.args[0]):
@@ -154,45 +155,45 @@ def kept_cases(
 
 
 def _mark(item: pytest.Item, name: str) -> pytest.Mark | None:
-    """What a mark says of a case: its parameters' mark, or the function's, or the module's."""
+    """Return a case's mark: that of its parameters, or the function's, or the module's."""
     own = [mark for mark in item.own_markers if mark.name == name]
     found = own[-1] if own else item.get_closest_marker(name)
     return ON_ONE_DEVICE if found is None and name == FULL and _names_a_device(item) else found
 
 
 def _names_a_device(item: pytest.Item) -> bool:
-    """Whether a case is told its device. On a real accelerator, all of them have to run there."""
+    """Return whether a case has its device as parameter. A real accelerator must run them all."""
     call = getattr(item, "callspec", None)
     found = None if call is None else call.params.get("device")
     return isinstance(found, str) and devices.chosen() == devices.PRETEND
 
 
 def _case(item: pytest.Item) -> str:
-    """What stands in brackets behind the name of a parametrised test."""
+    """Return the part in brackets of a parametrised test's name."""
     call = getattr(item, "callspec", None)
     return "" if call is None else str(call.id)
 
 
 def _parameters(item: pytest.Item, ignored: str) -> dict[str, int]:
-    """The parameters of a case. The same value is the same object in each case that has it."""
+    """Return the parameters of a case. Equal values are the same object in each case."""
     call = getattr(item, "callspec", None)
     values = {} if call is None else call.params
     return {name: id(value) for name, value in values.items() if name != ignored}
 
 
 TESTS = Path(__file__).resolve().parent
-ASKS = re.compile(r"\bby_lane\(|\blane\(\)")
+LANE_USE = re.compile(r"\bby_lane\(|\blane\(\)")
 IMPORTS = re.compile(r"^[ \t]*from tests((?:\.\w+)*) import (\([^)]*\)|.*)$", re.MULTILINE)
 
 
 @functools.cache
 def searches(file: Path) -> bool:
-    """Whether what a file runs may depend on the lane.
+    """Return whether the cases of a file may depend on the lane.
 
-    It does if the file asks for the lane, or a module of the tests that it imports does.
+    They do if the file uses the lane, or if a module of the tests that it imports does.
     """
     text = "" if file == TESTS / "lanes.py" else file.read_text(encoding="utf-8")
-    if ASKS.search(text):
+    if LANE_USE.search(text):
         return True
     imported = set()
     for package, names in IMPORTS.findall(text):
@@ -209,20 +210,23 @@ RULES = {
     "one device": (9, "device", 1),
     "a third": (1, "device", 3),
 }
-"""How many parameters are looked at together, which one is not looked at, and one case in how many
-of those that are found is kept."""
+"""Selection of cases by each rule.
+
+The number of parameters that are considered together, the parameter that is ignored, and one in how
+many of the found cases is kept.
+"""
 
 
 ON_ONE_DEVICE = pytest.mark.full("shows the same on another device", keep="one device").mark
-"""The mark of a test that has none."""
+"""The mark for tests without one."""
 
 
 def covering(cases: Sequence[Mapping[str, int]], strength: int) -> list[int]:
-    """The numbers of a few cases in which all combinations of `strength` parameters occur.
+    """Return numbers of a few cases in which all combinations of `strength` parameters occur.
 
-    That is all combinations that occur in any of the cases. Case by case, always the one with the
-    most that are still missing; of equal ones the one whose values were chosen least, then the
-    first. What has fewer parameters than that is covered by its combinations of all of them.
+    Counts only combinations that occur in any of the cases. Case by case, always the one with the
+    most missing combinations; among equals the one whose values were chosen least, then the first.
+    A case with fewer parameters is covered by its combinations of all of them.
     """
     parts = [set(itertools.combinations(sorted(c.items()), min(strength, len(c)))) for c in cases]
     missing = set().union(*parts)

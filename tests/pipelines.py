@@ -31,7 +31,7 @@ NEGATIVE_PROMPT = "blurry, dark"
 DTYPE = torch.bfloat16
 LATENT_SIZE = 8  # latents are 8x8 (x2 frames for Wan)
 MAX_SEQUENCE_LENGTH = 32  # tokens of a T5 prompt
-RECIPE = "recipe.json"  # in a checkpoint: what perturbed_copy needs to build it again
+RECIPE = "recipe.json"  # in a checkpoint: perturbed_copy needs it to build the checkpoint again
 
 _CLIP_VOCABULARY = 514  # 256 bytes, 256 bytes that end a word, two special tokens
 _T5_VOCABULARY = 384  # characters, 100 sentinels, and spare rows as real checkpoints have
@@ -44,8 +44,11 @@ diffusers.utils.logging.disable_progress_bar()
 
 
 def build_flux(directory: Path | str, size: str = "small", **seeds: int) -> Path:
-    """FluxPipeline as FLUX.1-dev: guidance, CLIP (pooled), T5. ``size``: tiny, small, medium,
-    and wide and deep: of 50 and 100 million weights in the transformer."""
+    """Build a FluxPipeline like FLUX.1-dev: guidance, CLIP (pooled), T5.
+
+    ``size``: tiny, small, medium, and wide and deep: of 50 and 100 million weights in the
+    transformer.
+    """
     heads, head_dim, rope, double, single, shard, vae = {
         "tiny": (4, 16, (4, 4, 8), 3, 6, "512KB", (8, 16)),
         "small": (2, 128, (16, 56, 56), 5, 10, "10MB", (32, 32, 64, 64)),
@@ -78,7 +81,7 @@ def build_flux(directory: Path | str, size: str = "small", **seeds: int) -> Path
 
 
 def build_sd3(directory: Path | str, size: str = "small", **seeds: int) -> Path:
-    """StableDiffusion3Pipeline as SD 3.5 medium: two CLIPs of one class and shape, T5."""
+    """Build a StableDiffusion3Pipeline like SD 3.5 medium: two CLIPs of one class and shape, T5."""
     tiny = size == "tiny"
     heads, layers, shard, vae = {
         "tiny": (4, 6, "512KB", (8, 16)),
@@ -118,7 +121,10 @@ def build_sd3(directory: Path | str, size: str = "small", **seeds: int) -> Path:
 
 
 def build_sdxl(directory: Path | str, size: str = "small", **seeds: int) -> Path:
-    """StableDiffusionXLPipeline: a UNet with cross attention, CLIP without and with projection."""
+    """Build a StableDiffusionXLPipeline: a UNet, and CLIP without and with projection.
+
+    The UNet has cross attention.
+    """
     tiny = size == "tiny"
     channels, transformers_per_level, shard, vae = {
         "tiny": ((16, 32, 32), (1, 1, 2), "512KB", (8, 16)),
@@ -166,7 +172,7 @@ def build_sdxl(directory: Path | str, size: str = "small", **seeds: int) -> Path
 
 
 def build_wan(directory: Path | str, size: str = "small", **seeds: int) -> Path:
-    """WanPipeline as Wan 2.2: two experts. Of three steps the first expert takes one."""
+    """Build a WanPipeline like Wan 2.2: two experts. Of three steps the first expert takes one."""
     tiny = size == "tiny"
     heads, head_dim, ffn, layers, shard = {
         "tiny": (4, 24, 256, 3, "512KB"),
@@ -203,7 +209,7 @@ def build_wan(directory: Path | str, size: str = "small", **seeds: int) -> Path:
 
 
 def build_llama(directory: Path | str, size: str = "small", **seeds: int) -> Path:
-    """LlamaForCausalLM with grouped-query attention and an untied head."""
+    """Build a LlamaForCausalLM with grouped-query attention and an untied head."""
     hidden, intermediate, layers, vocabulary, shard = {
         "tiny": (128, 256, 4, 512, "512KB"),
         "small": (256, 1024, 12, 4096, "8MB"),
@@ -245,7 +251,7 @@ def perturbed_copy(
     *,
     only: Collection[str] | None = None,
 ) -> Path:
-    """The same checkpoint with other random weights in all components, or in those of ``only``."""
+    """Save the checkpoint with other random weights in all components, or those of ``only``."""
     recipe = json.loads((Path(src_directory) / RECIPE).read_text())
     if recipe["kind"] != kind:
         raise ValueError(f"{src_directory} holds a {recipe['kind']} checkpoint, not {kind}")
@@ -278,7 +284,7 @@ def _write_recipe(directory: Path | str, kind: str, size: str, seeds: dict[str, 
 
 
 def randomise(modules: dict[str, nn.Module], seeds: dict[str, int]) -> dict[str, int]:
-    """Cast and draw the weights of all modules; the seeds used, 0 where none is given."""
+    """Cast and draw the weights of all modules; return the seeds used, 0 where none is given."""
     if unknown := seeds.keys() - modules.keys():
         raise ValueError(f"no such component: {', '.join(sorted(unknown))}")
     used = {name: seeds.get(name, 0) for name in modules}
@@ -289,7 +295,7 @@ def randomise(modules: dict[str, nn.Module], seeds: dict[str, int]) -> dict[str,
 
 
 def _cast(module: nn.Module) -> None:
-    """To the checkpoint's dtype, except what diffusers' ``from_pretrained`` keeps in fp32."""
+    """Cast to the checkpoint's dtype, except modules that ``from_pretrained`` keeps in fp32."""
     diffusers_keeps = isinstance(module, diffusers.ModelMixin) and module._keep_in_fp32_modules
     keep = set(diffusers_keeps or ())
     for path, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -299,7 +305,7 @@ def _cast(module: nn.Module) -> None:
 
 @torch.no_grad()
 def _draw(module: Any, generator: torch.Generator) -> None:
-    """Matrices scaled by their fan-in, norms around 1, small biases."""
+    """Draw matrices scaled by their fan-in, norms around 1, small biases."""
     embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
     for path, weight in module.named_parameters():  # a tied weight comes once
         weight.normal_(generator=generator)
@@ -313,7 +319,8 @@ def _draw(module: Any, generator: torch.Generator) -> None:
             weight.mul_(weight[0].numel() ** -0.5)
         if path.endswith("SelfAttention.q.weight"):  # T5 does not scale its attention scores
             weight.mul_(module.config.d_kv**-0.5)
-        if path.endswith("decoder.conv_out.weight"):  # images stay inside what is clipped: [-1, 1]
+        # keep images inside the clipped range, [-1, 1]
+        if path.endswith("decoder.conv_out.weight"):
             weight.mul_(0.4)
 
 
@@ -352,7 +359,7 @@ def _clip(hidden: int, layers: int, *, projection: bool = False) -> Any:
 
 
 def _t5(d_model: int, layers: int, *, multilingual: bool = False) -> Any:
-    """An encoder whose ``shared`` and ``encoder.embed_tokens`` are one tied weight."""
+    """Build an encoder whose ``shared`` and ``encoder.embed_tokens`` are one tied weight."""
     config_class, model_class = (
         (transformers.UMT5Config, transformers.UMT5EncoderModel)
         if multilingual
@@ -371,7 +378,7 @@ def _t5(d_model: int, layers: int, *, multilingual: bool = False) -> Any:
 
 
 def _clip_tokenizer() -> transformers.CLIPTokenizer:
-    """A byte-level CLIP tokenizer without merges: each byte is a token."""
+    """Build a byte-level CLIP tokenizer without merges: each byte is a token."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = [chr(code) for code in (*printable, *range(256, 512 - len(printable)))]
     words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
@@ -380,7 +387,7 @@ def _clip_tokenizer() -> transformers.CLIPTokenizer:
 
 
 def _t5_tokenizer() -> transformers.T5TokenizerFast:
-    """A T5 tokenizer whose pieces are single characters."""
+    """Build a T5 tokenizer whose pieces are single characters."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     pieces += [(chr(code), -3.0) for code in range(ord("!"), ord("~") + 1)]
     pieces += [(f"<extra_id_{n}>", 0.0) for n in reversed(range(100))]
@@ -393,7 +400,7 @@ def _t5_tokenizer() -> transformers.T5TokenizerFast:
 def load(
     kind: str, directory: Path | str, *, torch_dtype: torch.dtype = DTYPE, **kwargs: Any
 ) -> Any:
-    """The pipeline, or Llama, by ``from_pretrained``; silent and in eval mode."""
+    """Load the pipeline, or Llama, by ``from_pretrained``; silent and in eval mode."""
     if kind == "llama":
         return transformers.LlamaForCausalLM.from_pretrained(
             directory, dtype=torch_dtype, **kwargs
@@ -407,7 +414,7 @@ def load(
 
 
 def quiet(pipe: Any) -> Any:
-    """The same pipeline or model, silent and in eval mode."""
+    """Make a pipeline or model silent, set eval mode, and return it."""
     if hasattr(pipe, "set_progress_bar_config"):
         pipe.set_progress_bar_config(disable=True)
     for module in components(pipe).values():
@@ -426,7 +433,7 @@ def run(
     output_type: str = "pt",
     **kwargs: Any,
 ) -> torch.Tensor:
-    """One output on the CPU; the same inputs whatever ``device`` is.
+    """Return one output on the CPU; the inputs are the same whatever ``device`` is.
 
     ``output_type="pt"`` decodes through the VAE, ``"latent"`` does not. More keywords go to the
     pipeline's call (``callback_on_step_end``, for instance). Llama: the tokens of a greedy
@@ -520,14 +527,14 @@ def _run_llama(
 
 
 def components(pipe: Any) -> dict[str, nn.Module]:
-    """Name -> module of a pipeline; ``{"model": model}`` for a plain module."""
+    """Return the modules of a pipeline by name; ``{"model": model}`` for a plain module."""
     if isinstance(pipe, nn.Module):
         return {"model": pipe}
     return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
 
 
 def weights(pipe: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and persistent buffers as (component.path, tensor); a tied weight comes once."""
+    """Yield parameters and persistent buffers as (component.path, tensor), tied weights once."""
     seen: set[int] = set()
     for component, root in components(pipe).items():
         for path, module in root.named_modules():
@@ -540,7 +547,7 @@ def weights(pipe: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def weight_bytes(pipe: Any) -> int:
-    """Bytes of all weights, each piece of memory counted once."""
+    """Return the bytes of all weights, counting each storage once."""
     unique: dict[tuple[int, int], int] = {}
     for _, tensor in weights(pipe):
         pointer = tensor.data_ptr() if tensor.device.type != "meta" else 0
@@ -549,7 +556,7 @@ def weight_bytes(pipe: Any) -> int:
 
 
 def not_file_backed(pipe: Any) -> dict[str, int]:
-    """Name -> bytes of the weights that are not views of a mapped safetensors file (Linux only)."""
+    """Return name -> bytes of weights that are not views of a mapped safetensors file (Linux)."""
     mapped = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)

@@ -1,4 +1,4 @@
-"""The models that the store is made for, as their configs have them; for torch's meta device."""
+"""The models that the store is made for, with their real configs, for torch's meta device."""
 
 from __future__ import annotations
 

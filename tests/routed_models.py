@@ -1,4 +1,4 @@
-"""Models with experts that a router chooses: those of transformers, and ones of our own."""
+"""Models with experts that a router chooses: those of transformers, and small ones of the tests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COMMON = {
 
 
 def build(kind: str, implementation: str = "eager", layers: int = 2) -> Any:
-    """A model for inference; the same weights each time."""
+    """Build a model for inference, with the same weights each time."""
     torch.manual_seed(0)
     if kind == "list":
         return Listed(layers).eval()
@@ -53,23 +53,24 @@ def build(kind: str, implementation: str = "eager", layers: int = 2) -> Any:
     model = cls._from_config(config, experts_implementation=implementation).eval()
     for name, parameter in model.named_parameters():
         if name.endswith(("bias", "sinks", "router.weight", "gate.weight")):
-            parameter.data.normal_()  # as it is made, they are small, and nobody would miss them
+            # initial values are so small that a lost weight would not show
+            parameter.data.normal_()
     return model
 
 
 def inputs(kind: str) -> torch.Tensor:
-    """A batch of one sequence of tokens."""
+    """Return a batch of one sequence of tokens."""
     return torch.arange(1, 6 if kind == "list" else 12)[None]
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """The bytes of all parameters."""
+    """Return the bytes of all parameters."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
 @torch.no_grad()
 def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """What the model says of each token."""
+    """Return the logits of each token."""
     found = model(ids)
     values: torch.Tensor = getattr(found, "logits", found)
     return values
@@ -77,7 +78,7 @@ def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def generate(model: Any, ids: torch.Tensor, count: int = 6) -> torch.Tensor:
-    """The sequence, and `count` tokens more, the likeliest each."""
+    """Return the sequence, and `count` more tokens by greedy decoding."""
     if isinstance(model, Listed):
         for _ in range(count):
             ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], dim=1)
@@ -96,7 +97,7 @@ class MLP(nn.Sequential):
 
 
 class Sparse(nn.Module):
-    """Experts in a list, as remote code has them."""
+    """Experts in a list, as in remote code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +134,7 @@ Way = Callable[["Stacked", torch.Tensor, torch.Tensor, torch.Tensor], torch.Tens
 
 
 class Stacked(nn.Module):
-    """Experts as one stack `w` (experts, out, in), which the forward uses in a `way`."""
+    """Experts as one stack `w` (experts, out, in). The forward uses it in one `way`."""
 
     def __init__(self, way: Way, experts: int = EXPERTS, width: int = WIDTH) -> None:
         super().__init__()
@@ -151,7 +152,7 @@ class Stacked(nn.Module):
 def one_by_one(
     experts: Stacked, x: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """As `experts_implementation="eager"`."""
+    """Run the experts as `experts_implementation="eager"` does."""
     out = torch.zeros_like(x)
     for expert in index.unique():
         rows, at = torch.where(index == expert)
@@ -160,7 +161,7 @@ def one_by_one(
 
 
 class Routed(nn.Module):
-    """A layer around `Stacked`: rows go where the first of their elements says."""
+    """A layer around `Stacked`: the first element of each row chooses its expert."""
 
     def __init__(self, way: Way = one_by_one, experts: int = EXPERTS) -> None:
         super().__init__()
@@ -176,12 +177,12 @@ class Routed(nn.Module):
 
 
 def rows(count: int = 4) -> torch.Tensor:
-    """The input of `Routed`."""
+    """Return the input of `Routed`."""
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(2))
 
 
 class Deep(nn.Module):
-    """Layers of `Routed`, each with a list of the experts that its rows go to."""
+    """Layers of `Routed`, each with a list of the experts that its rows use."""
 
     def __init__(self, layers: int = 4) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 >>> from tierstore import TierStore, enable_group_offload
 
-Errors are in `tierstore.errors`, and the types of what calls return in `tierstore.types`.
+Errors are in `tierstore.errors`, and types of returned objects in `tierstore.types`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ __version__ = "0.1.0"
 
 require_known_system()
 
-# Imported at first use: the command line must not wait for torch, nor anybody for diffusers.
+# Imported at first use, so that the command line does not wait for torch, nor users for diffusers.
 _LAZY = {
     "TierStore": "tierstore.store",
     "Lease": "tierstore.lease",
@@ -100,5 +100,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """List the public names and modules, imported or not, and nothing else."""
+    """List the public names and modules only, imported or not."""
     return sorted([*__all__, "errors", "types"])

@@ -1,4 +1,4 @@
-"""Every error the library raises on purpose. A message ends with what to do about it."""
+"""The errors that the library raises on purpose. Each message ends with a remedy."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ __all__ = [
 
 
 class TierStoreError(Exception):
-    """The base of all errors of this library. They can be sent to other processes."""
+    """Base class of all errors of this library. Instances can be pickled."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _made_again, (type(self), self.args, vars(self))
+        return _unpickled, (type(self), self.args, vars(self))
 
 
-def _made_again(
+def _unpickled(
     kind: type[TierStoreError], args: tuple[object, ...], state: dict[str, object]
 ) -> TierStoreError:
-    """An error of another process, whatever its class takes to make one."""
+    """Recreate a pickled error without calling its `__init__`, whose parameters differ by class."""
     error = kind.__new__(kind, *args)
     error.args = args
     vars(error).update(state)
@@ -47,7 +47,7 @@ class UnknownKeyError(TierStoreError, KeyError):
     """No group has this key. Also a KeyError.
 
     Attributes:
-        key: the key that was asked for.
+        key: the unknown key.
     """
 
     def __init__(self, key: str) -> None:
@@ -56,16 +56,16 @@ class UnknownKeyError(TierStoreError, KeyError):
 
     def __str__(self) -> str:
         return (
-            f"the store has no group {self.key!r}; list what it has with store.keys(), "
-            "or put or register the group first"
+            f"the store has no group {self.key!r}; list its groups with store.keys(), or put or "
+            "register the group first"
         )
 
 
 class DuplicateKeyError(TierStoreError):
-    """A group of this key exists and may not be replaced by registering another.
+    """The store already has a group with this key, and registering does not replace groups.
 
     Attributes:
-        key: the key.
+        key: the key of the group.
     """
 
     def __init__(self, key: str) -> None:
@@ -77,13 +77,13 @@ class DuplicateKeyError(TierStoreError):
 
 
 class BudgetError(TierStoreError):
-    """A budget is too small for what was asked for.
+    """A budget is too small for a request.
 
     Attributes:
         key: the key of the group.
         tier: the name of the tier.
-        nbytes: bytes that were asked for.
-        budget: bytes that the tier may take.
+        nbytes: bytes requested.
+        budget: the budget of the tier, in bytes.
     """
 
     def __init__(self, key: str, tier: str, nbytes: int, budget: int, advice: str) -> None:
@@ -98,11 +98,11 @@ class BudgetError(TierStoreError):
 
 
 class TransferError(TierStoreError):
-    """Bytes could not be moved. `__cause__` is the error of the system or the device.
+    """A transfer failed. `__cause__` is the error of the operating system or the device.
 
     Attributes:
-        key: the key of the group; None if it is about no single one.
-        path: the path of the file; None if it is about none.
+        key: the key of the group; None if the error concerns no single group.
+        path: the path of the file; None if the error concerns no file.
     """
 
     def __init__(self, message: str, *, key: str | None = None, path: str | None = None) -> None:
@@ -112,15 +112,15 @@ class TransferError(TierStoreError):
 
 
 class TruncatedFileError(TransferError):
-    """A file ends before the last byte that it should have."""
+    """A file is shorter than expected."""
 
 
 class CorruptDataError(TransferError):
-    """Bytes are not the ones that were written.
+    """Data read from disk or a network differs from the data that was written.
 
     Attributes:
-        expected: what should have been found, such as a checksum; None if that cannot be said.
-        found: what was found instead.
+        expected: the expected value, such as a checksum; None if unknown.
+        found: the value found instead.
     """
 
     def __init__(
@@ -142,93 +142,94 @@ class InvalidHeaderError(CorruptDataError):
 
 
 class StaleCheckpointError(TransferError):
-    """A checkpoint file was changed after it was registered, or is gone and was not kept open."""
+    """A checkpoint file was modified after registration, or was removed and is not held open."""
 
 
 class DiskFullError(TransferError):
-    """The disk, or its quota, has no room left."""
+    """The disk or the user's quota is full."""
 
 
 class LeaseError(TierStoreError):
-    """A lease was used in a way that it does not allow, or callers wait for each other's leases."""
+    """A lease was misused, or callers deadlocked on each other's leases."""
 
 
 class ReentrantCallError(TierStoreError, RuntimeError):
-    """A call came in the middle of a step of the store on the same thread. Also a RuntimeError.
+    """A call interrupted a transaction of the store on the same thread. Also a RuntimeError.
 
-    A finalizer (`__del__`) that the garbage collector runs, or a signal handler, made it there.
+    The call came from a signal handler, or from a finalizer (`__del__`) that the garbage collector
+    ran.
     """
 
     def __init__(self) -> None:
         super().__init__(
-            "a finalizer or signal handler called the store while this thread is in the middle of "
-            "a step of a store, or does work for one: have it set a flag or fill a queue, and call "
-            "the store from the code that looks at that"
+            "a finalizer or signal handler called the store while this thread is inside another "
+            "call of a store, or is one of its worker threads: set a flag or fill a queue there, "
+            "and call the store from the code that polls it"
         )
 
 
 class CaptureError(TierStoreError, RuntimeError):
-    """A store was used while the caller's stream is captured into a graph. Also a RuntimeError."""
+    """A store was used while the current stream is captured into a graph. Also a RuntimeError."""
 
     def __init__(self) -> None:
         super().__init__(
-            "the current stream is being captured into a graph, and a graph has neither waiting "
-            "for a store's copies nor the memory that they will be in when it is replayed: use "
-            "the store before and after the capture, and capture models without one"
+            "the current stream is being captured into a graph, and a replayed graph neither waits "
+            "for a store's copies nor knows the memory that they will be in: use the store before "
+            "and after the capture, and capture only models that are not offloaded"
         )
 
 
 class DeviceError(TierStoreError, ValueError, RuntimeError):
-    """There is no such device here. Says which there are.
+    """This machine has no such device. The message lists the devices that it has.
 
-    It is a ValueError, as for any argument that cannot be, and a RuntimeError, as torch has it.
+    Also a ValueError, as for any invalid argument, and a RuntimeError, as torch raises.
     """
 
 
 class StoreLockedError(TierStoreError):
-    """Another live store works on the same directory."""
+    """Another live store uses the same directory."""
 
 
 class StoreTimeoutError(TierStoreError, TimeoutError):
-    """What was waited for has not come in time. It goes on coming. Also a TimeoutError.
+    """The operation timed out. The transfer continues in the background. Also a TimeoutError.
 
     Attributes:
         key: the key of the group.
-        seconds: for how many seconds it was waited for.
+        seconds: the timeout, in seconds.
     """
 
     def __init__(self, key: str, what: str, seconds: float) -> None:
         super().__init__(
-            f"{what} of group {key!r} did not come within {seconds:g} s: the disk may not answer, "
-            "or others may have the room; try again, or wait for longer"
+            f"timed out after {seconds:g} s waiting for {what} of group {key!r}: the disk may not "
+            "respond, or other leases may hold the memory; try again, or pass a longer timeout"
         )
         self.key = key
         self.seconds = seconds
 
 
 class ServiceLostError(TierStoreError, ConnectionError):
-    """The service that a store is connected to is not there (any more). Also a ConnectionError.
+    """The service that a store is connected to cannot be reached. Also a ConnectionError.
 
-    What was leased of it stays readable. As soon as it is back, the store goes on by itself.
+    Tensors of open leases stay readable. The store reconnects by itself once the service is back.
 
     Attributes:
-        socket: the path of the socket where it was looked for.
+        socket: the path of the service's socket.
     """
 
     def __init__(self, socket: str, why: str) -> None:
         super().__init__(
-            f"the service at {socket} is not there ({why}): start tierstore-serve again with this "
-            "socket, and call again; what is leased stays readable"
+            f"the service at {socket} cannot be reached ({why}): start tierstore-serve again with "
+            "this socket, and retry the call; tensors of open leases stay readable"
         )
         self.socket = socket
 
 
 class ClosedError(TierStoreError):
-    """The store is closed, or belongs to the process that this one was forked from."""
+    """The store is closed, or was opened by the process that this one was forked from."""
 
 
 class InvalidTraceError(TierStoreError, ValueError):
-    """A file is not a whole trace of a store. Also a ValueError.
+    """A file is not a complete trace of a store. Also a ValueError.
 
     Attributes:
         path: the path of the file.
@@ -242,5 +243,7 @@ class InvalidTraceError(TierStoreError, ValueError):
 
 
 class UrlError(TierStoreError, ValueError):
-    """A URL is none, or has a password or a signature in it. Also a ValueError. It says which URL
-    without the secret."""
+    """A URL is malformed, or contains a password or a signature. Also a ValueError.
+
+    The message shows the URL without the secret.
+    """

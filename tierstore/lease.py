@@ -1,4 +1,4 @@
-"""What a caller holds while it uses a group's tensors."""
+"""Leases: a caller holds one while it uses a group's tensors."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from tierstore.errors import LeaseError
 from tierstore.model.formatting import count, size
 from tierstore.model.groups import GroupId
 from tierstore.model.tiers import Access
-from tierstore.observe.report import Shown, shown_by
+from tierstore.observe.report import Description, display_methods
 
 
-class Lender(Protocol):
-    """Whom a lease goes back to. Each method is told of the lender's own record of it."""
+class LeaseIssuer(Protocol):
+    """The issuer of a lease. Each method takes the issuer's record of that lease."""
 
     def release(self, record: Any) -> None:
-        """It comes back. A second time, nothing happens."""
+        """End a lease. A second call does nothing."""
 
-    def lose(self, record: Any) -> bool:
-        """It comes back at the next step. False if it is back."""
+    def release_later(self, record: Any) -> bool:
+        """End a lease at the next transaction. Return False if it has ended already."""
 
     def make_revocable(self, record: Any) -> bool:
-        """Whoever needs the room may revoke it from now on. False if that is not possible."""
+        """Let the store revoke a lease when it needs the memory. Return False if it cannot."""
 
     def resume(self, record: Any) -> bool:
-        """It is in use again. False if it was revoked."""
+        """Mark a revocable lease as used again. Return False if it was revoked."""
 
 
 class Lease:
-    """A group on the device, kept there until the lease is released.
+    """A group that is pinned on the device until the lease is released.
 
-    `TierStore.acquire` makes it. Use it as a context manager, on the thread (or task) that acquired
-    it:
+    Returned by `TierStore.acquire`. Use it as a context manager, on the thread (or task) that
+    acquired it:
 
         with store.acquire("blocks.0") as lease:
             y = torch.nn.functional.linear(x, lease.tensors["weight"])
@@ -50,22 +50,22 @@ class Lease:
         key: str,
         group: GroupId,
         tensors: dict[str, torch.Tensor],
-        lender: Lender,
+        issuer: LeaseIssuer,
         record: object,
     ) -> None:
         self.key = key
         self.group = group
         self._tensors: dict[str, torch.Tensor] | None = tensors
-        self._lender = lender
+        self._issuer = issuer
         self._record = record
         self._used = False
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors by name, on the store's device.
+        """The tensors of the group by name, on the store's device.
 
-        They are views of the store's memory, valid until `release` and not a moment longer. Change
-        them only with `Access.UPDATE`.
+        They are views of the store's memory, and become invalid at `release`. Write to them only
+        with `Access.UPDATE`.
 
         Raises:
             LeaseError: the lease was released.
@@ -80,7 +80,7 @@ class Lease:
 
     @property
     def released(self) -> bool:
-        """Whether the lease was given back."""
+        """True if the lease has ended."""
         return self._tensors is None
 
     @property
@@ -95,47 +95,47 @@ class Lease:
         return next(iter(self.tensors.values()))
 
     def release(self) -> None:
-        """Give the group back. A second call does nothing.
+        """End the lease. A second call does nothing.
 
-        With `Access.UPDATE`, the changed bytes are the group from now on. With `Access.TAKE`, the
-        group is forgotten.
+        With `Access.UPDATE`, the changed tensors become the value of the group. With `Access.TAKE`,
+        the group is deleted from the store.
 
         Raises:
-            CaptureError: the current stream is captured into a graph.
-            TransferError: after `Access.TAKE`, the group's file cannot be removed.
+            CaptureError: the current stream is being captured into a graph.
+            TransferError: with `Access.TAKE`, the group's file cannot be removed.
         """
         try:
-            self._tensors = None  # first: another thread may give the memory away at once
-            self._lender.release(self._record)  # once, however often it is called
-            self.__class__ = Lease  # it can be lost without harm
+            self._tensors = None  # first: another thread may reuse the memory at once
+            self._issuer.release(self._record)  # ends the lease once, however often it is called
+            self.__class__ = Lease  # no warning if the object is dropped now
         except BaseException:
             self.abandon()
             raise
 
     def abandon(self) -> bool:
-        """Release it later, for finalizers: they may run in the middle of a step.
+        """End the lease at the next transaction. For finalizers, which may run inside of one.
 
         Returns:
-            Whether it had not been given back.
+            True if the lease had not ended.
         """
         self._tensors = None
         self.__class__ = Lease
-        return self._lender.lose(self._record)
+        return self._issuer.release_later(self._record)
 
-    def revoked(self) -> Any:
-        """Forget the tensors. Returns the lender's record, for who takes it back himself."""
+    def invalidate(self) -> Any:
+        """Drop the tensors, and return the issuer's record. The caller then ends the lease."""
         self._tensors = None
         self.__class__ = Lease
         return self._record
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        # A copy would share the record, and give the lease back when it goes.
+        # A copy would share the record, and end the lease when it is collected.
         raise TypeError(
             f"the lease of {self.key!r} cannot be copied or pickled: acquire the group again, or "
             "take copies of its tensors with store.get()"
         )
 
-    __repr__, __rich__, _repr_html_ = shown_by(lambda lease: _look(lease))
+    __repr__, __rich__, _repr_html_ = display_methods(lambda lease: _summary(lease))
 
     def __enter__(self) -> Lease:
         return self
@@ -149,12 +149,12 @@ class Lease:
         self.release()
 
 
-def _look(lease: Lease) -> Shown:
-    """What it looks like. Nobody has used its tensors by that."""
-    state = vars(lease)  # it may be asked for while a lease is made
+def _summary(lease: Lease) -> Description:
+    """Describe a lease for `repr`, without marking its tensors as used."""
+    state = vars(lease)  # some attributes are unset while `__init__` runs
     title, tensors = f"Lease of {state.get('key', '?')!r}", state.get("_tensors")
     if tensors is None:
-        return Shown(f"{title}, released")
+        return Description(f"{title}, released")
     access = getattr(state.get("_record"), "access", Access.READ)
     if access is not Access.READ:
         title += f" to {access.value}"
@@ -165,37 +165,38 @@ def _look(lease: Lease) -> Shown:
         for name, tensor in tensors.items()
     ]
     what = f"{count(len(tensors), 'tensor')}, {size(nbytes)} on {devices or 'no device'}"
-    return Shown(f"{title}: {what}", rows=tuple(rows))
+    return Description(f"{title}: {what}", rows=tuple(rows))
 
 
 class OpenLease(Lease):
-    """A lease that was not released yet: it says so if it is lost."""
+    """A lease that has not been released. Warns if it is dropped without `release`."""
 
     def __del__(self) -> None:
-        # What nobody has looked at was lost in an interrupt, on its way to the caller.
+        # An unused lease was lost to an interrupt, before it reached the caller: no warning.
         if hasattr(self, "_used") and self.abandon() and self._used:
             warnings.warn(
-                f"a lease of {self.key!r} was lost without release(): use it in a with statement",
+                f"a lease of {self.key!r} was dropped without release(): use a with statement",
                 ResourceWarning,
                 stacklevel=2,
             )
 
 
 def make_revocable(lease: Lease) -> bool:
-    """Say that the tensors of a lease to read are not used until `resume`. For adapters.
+    """Mark the tensors of a READ lease as unused until `resume`. For adapters.
 
-    Nobody has to wait for a revocable lease: it is revoked by the first who would, and so it costs
-    nothing to keep one for a use that may come. False: it was not kept, so release it.
+    The store revokes a revocable lease as soon as a caller would have to wait for it, so holding
+    one for a possible next use costs nothing. Return False if that is not possible: the caller must
+    release the lease.
     """
-    return lease._lender.make_revocable(lease._record)
+    return lease._issuer.make_revocable(lease._record)
 
 
 def resume(lease: Lease) -> bool:
-    """Use the tensors of a revocable lease again. False: it was revoked, and is released.
+    """Use a revocable lease again. Return False if it was revoked; it is released then.
 
-    It takes a fraction of the time that another `acquire` would.
+    Takes a fraction of the time of another `acquire`.
     """
-    if lease._lender.resume(lease._record):
+    if lease._issuer.resume(lease._record):
         return True
-    lease.release()  # nothing is left of it, unless who revoked it was interrupted
+    lease.release()  # does nothing, unless the thread that revoked it was interrupted
     return False

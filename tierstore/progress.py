@@ -1,9 +1,9 @@
-"""Bars for what keeps its caller waiting for seconds, where somebody looks.
+"""Progress bars for operations that take seconds.
 
-All of them are drawn in one way: after two seconds, on stderr if that is a terminal, or in a
-notebook (that has ipywidgets), one at a time, and gone at the end. Where two would be drawn, as of
-a download inside of a loop over files, it is the one that was first. `TIERSTORE_PROGRESS=0` in the
-environment draws none. No thread is started: whoever does the work draws.
+A bar is drawn after two seconds, on stderr if that is a terminal, or in a notebook with ipywidgets,
+and erased at the end. Only one is drawn at a time: of nested bars (a download inside a loop over
+files), the first. `TIERSTORE_PROGRESS=0` in the environment turns bars off. The thread that does
+the work draws; no thread is started.
 """
 
 from __future__ import annotations
@@ -19,94 +19,98 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-QUIET_SECONDS = 2.0
+DELAY_SECONDS = 2.0
 
-SWITCH = "TIERSTORE_PROGRESS"
-"""The environment variable that says whether bars are drawn; if it is not there, they are."""
+ENVIRONMENT_VARIABLE = "TIERSTORE_PROGRESS"
+"""The environment variable that turns bars off. Unset, they are on."""
 
-_EVERY = 0.1  # seconds between two pictures of a bar
-_FIGURES = 37  # columns of what stands beside a bar: how much is done, how fast, what is left
+_REDRAW_SECONDS = 0.1  # between two redraws of a bar
+_STATISTICS_WIDTH = 37  # columns beside the bar: amount done, speed, time left
 _OFF = ("0", "false", "no", "off")
-_screen: dict[str, _Bar] = {}
-"""The bar that is being drawn, if any."""
+_active: dict[str, _Bar] = {}
+"""The bar on screen, if any."""
 
 
-def bar(items: Iterable[T], doing: str, unit: str) -> Iterable[T]:
-    """The items, with a bar if going through them takes over two seconds."""
+def bar(items: Iterable[T], description: str, unit: str) -> Iterable[T]:
+    """Yield the items, and draw a bar if the loop over them takes more than two seconds."""
     total = len(items) if isinstance(items, Sized) else None
-    with _closing(_Bar(doing, total, unit, QUIET_SECONDS)) as shown:
+    with _closing(_Bar(description, total, unit, DELAY_SECONDS)) as shown_bar:
         for item in items:
             yield item
-            shown.advance(1)
+            shown_bar.advance(1)
 
 
 @contextmanager
-def byte_bar(doing: str, nbytes: int, *, at_once: bool = False) -> Iterator[Callable[[int], None]]:
-    """A bar for `nbytes` bytes, drawn if it takes over two seconds, or `at_once`.
+def byte_bar(
+    description: str, nbytes: int, *, immediately: bool = False
+) -> Iterator[Callable[[int], None]]:
+    """Draw a bar for `nbytes` bytes, after two seconds or `immediately`.
 
-    Gives a function to tell of every so many bytes more, on any thread.
+    Yields a function that adds to the number of bytes done. Any thread may call it.
     """
-    with _closing(_Bar(doing, nbytes, "", 0.0 if at_once else QUIET_SECONDS)) as shown:
-        if at_once:
-            shown.advance(0)
-        yield shown.advance
+    with _closing(
+        _Bar(description, nbytes, "", 0.0 if immediately else DELAY_SECONDS)
+    ) as shown_bar:
+        if immediately:
+            shown_bar.advance(0)
+        yield shown_bar.advance
 
 
 @contextmanager
-def _closing(shown: _Bar) -> Iterator[_Bar]:
+def _closing(shown_bar: _Bar) -> Iterator[_Bar]:
     try:
-        yield shown
+        yield shown_bar
     finally:
-        shown.close()
+        shown_bar.close()
 
 
 class _Bar:
-    """What is done so far of `total` (None: nobody knows) items, or bytes if there is no `unit`."""
+    """Progress towards `total` items (None: unknown), or bytes if `unit` is empty."""
 
-    def __init__(self, doing: str, total: int | None, unit: str, delay: float) -> None:
-        self._doing = doing
+    def __init__(self, description: str, total: int | None, unit: str, delay: float) -> None:
+        self._description = description
         self._total = total
         self._unit = unit
         self._done = 0
         self._lock = threading.RLock()
         self._drawing = threading.Lock()
         self._next = time.monotonic() + delay
-        self._drawn: Any = None
+        self._progress: Any = None
 
     def advance(self, more: int) -> None:
-        """So much more is done. On any thread; who comes while another draws does not wait."""
+        """Add to the amount done. Any thread may call this; it does not wait for a redraw."""
         with self._lock:
             self._done += more
-            whole = self._drawn is not None and self._done == self._total
+            whole = self._progress is not None and self._done == self._total
         now = time.monotonic()
         if (now < self._next and not whole) or not self._drawing.acquire(blocking=False):
             return
         try:
-            self._next = now + _EVERY
+            self._next = now + _REDRAW_SECONDS
             self._draw()
         finally:
             self._drawing.release()
 
     def _draw(self) -> None:
-        if self._drawn is None:
-            if not is_seen() or _screen.setdefault("bar", self) is not self:
+        if self._progress is None:
+            if not is_visible() or _active.setdefault("bar", self) is not self:
                 return
-            self._drawn = _drawn(self._doing, self._total, self._unit)
-            self._drawn.start()
-        self._drawn.update(self._drawn.task_ids[0], completed=self._done, refresh=True)
+            self._progress = _progress(self._description, self._total, self._unit)
+            self._progress.start()
+        self._progress.update(self._progress.task_ids[0], completed=self._done, refresh=True)
 
     def close(self) -> None:
-        """Draw it no more."""
-        if _screen.get("bar") is self:
-            del _screen["bar"]
-        if self._drawn is not None:
-            self._drawn.stop()
-            self._drawn = None
+        """Erase the bar."""
+        if _active.get("bar") is self:
+            del _active["bar"]
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
 
 
-def is_seen() -> bool:
-    """Whether bars are drawn now: somebody looks, and has not said that there should be none."""
-    if os.environ.get(SWITCH, "").strip().lower() in _OFF:
+def is_visible() -> bool:
+    """Return True if bars are drawn: there is a terminal or notebook, and they are not off."""
+    if os.environ.get(ENVIRONMENT_VARIABLE, "").strip().lower() in _OFF:
         return False
     return _is_terminal() or _is_notebook()
 
@@ -114,7 +118,7 @@ def is_seen() -> bool:
 def _is_terminal() -> bool:
     try:
         return sys.stderr is not None and sys.stderr.isatty()
-    except (AttributeError, ValueError):  # whatever stands in for it, or it is closed
+    except (AttributeError, ValueError):  # stderr is replaced by another object, or is closed
         return False
 
 
@@ -125,8 +129,8 @@ def _is_notebook() -> bool:
     return type(shell).__name__ == "ZMQInteractiveShell"
 
 
-def _drawn(doing: str, total: int | None, unit: str) -> Any:
-    """What rich draws. It is imported where it is needed: the command line must start at once."""
+def _progress(description: str, total: int | None, unit: str) -> Any:
+    """Create a rich progress display. Imports rich here, so that the command line starts fast."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -144,12 +148,12 @@ def _drawn(doing: str, total: int | None, unit: str) -> Any:
         else [DownloadColumn(binary_units=True), TransferSpeedColumn()]
     )
     console = Console(stderr=True)
-    # A process that is killed would leave the terminal without one.
+    # A killed process would leave the terminal without a cursor.
     console.show_cursor = lambda show=True: False  # type: ignore[method-assign]
     length = 40 if console.width >= 110 else 14
-    # On one line, whatever is said: what does not fit is left out.
-    most = max(console.width - length - _FIGURES, 1)
-    doing = doing if len(doing) <= most else f"{doing[: most - 1]}…"
+    # Keep to one line: cut the description.
+    most = max(console.width - length - _STATISTICS_WIDTH, 1)
+    description = description if len(description) <= most else f"{description[: most - 1]}…"
     drawn = Progress(
         TextColumn("{task.description}", markup=False),
         BarColumn(length),
@@ -161,5 +165,5 @@ def _drawn(doing: str, total: int | None, unit: str) -> Any:
         redirect_stdout=False,
         redirect_stderr=False,
     )
-    drawn.add_task(doing, total=total)
+    drawn.add_task(description, total=total)
     return drawn

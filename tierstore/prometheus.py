@@ -1,8 +1,8 @@
-"""The numbers of stores for Prometheus. Needs `pip install tierstore[metrics]`."""
+"""A Prometheus collector for stores. Needs `pip install tierstore[metrics]`."""
 
 from tierstore.model.extras import extra_for
 
-with extra_for("to tell Prometheus of stores"):
+with extra_for("to export metrics to Prometheus"):
     from tierstore.observe.prometheus import StoreCollector
 
 __all__ = ["StoreCollector"]

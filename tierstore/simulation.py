@@ -1,11 +1,11 @@
-"""The planner on a virtual clock: what a run would do, without doing it.
+"""Simulate a run: the real planner on a virtual clock, without reading data.
 
-A list of uses is played against the real planner. Moves take time on their hops, one after the
-other and urgent ones first, as on a disk or a link that is busy; computing takes the seconds that
-each use says. Nothing is read, and no thread runs, so that results are exact and the same each
-time. The command line predicts with it, tests assert with it, and benchmarks compare with it.
+A list of uses is played against the planner. Each hop makes one copy at a time, urgent ones first,
+as on a busy disk or link; compute takes the seconds given with each use. No data is read and no
+thread runs, so results are exact and reproducible. The command line predicts run times with it,
+tests check the planner with it, and benchmarks compare measurements to it.
 
-The events of a real run can be played, too, with their own times: see `replay`.
+`replay` plays the recorded events of a real run instead, at their recorded times.
 """
 
 from __future__ import annotations
@@ -21,31 +21,30 @@ from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.outline import TILE
 from tierstore.model.tiers import Access, Tier
-from tierstore.observe.event_log import EventRecord, Handled, replayed
+from tierstore.observe.event_log import EventRecord, Handled, replay_events
 from tierstore.plan.loop_plan import Loop, LoopPlan
 from tierstore.plan.loop_planner import plan_loop
 from tierstore.plan.loop_timing import PlanClock
 from tierstore.plan.planner import Planner, planner_for
 from tierstore.plan.records import State
 
-Way = tuple[Tier, Tier]
-"""Where a move goes from, and to."""
+Hop = tuple[Tier, Tier]
+"""The source and the destination tier of a copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One use of a group, and the seconds of computing that follow it."""
+    """One use of a group, and the seconds of compute that follow it."""
 
     key: str
     seconds: float
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
-    """How one use went: its computing began at `start`, after `waited` seconds (all virtual).
+class UseResult:
+    """The outcome of one use: compute began at `start`, after `waited` seconds (virtual time).
 
-    `bytes_read` is what had been read from disk by then, in all; `found` is "hit", "late" or
-    "miss".
+    `bytes_read` counts all bytes read from disk by then. `found` is "hit", "late" or "miss".
     """
 
     key: str
@@ -57,9 +56,9 @@ class Served:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulated run took. Sizes are in bytes, times in seconds.
+    """Times and traffic of a simulated run. Sizes are in bytes, times in seconds.
 
-    `reads` says how often each group was read from disk.
+    `reads` counts the reads from disk of each group.
     """
 
     seconds: float
@@ -68,8 +67,8 @@ class Outcome:
     hits: int
     late: int
     misses: int
-    bytes_moved: dict[Way, int]
-    uses: tuple[Served, ...]
+    bytes_moved: dict[Hop, int]
+    uses: tuple[UseResult, ...]
     reads: dict[str, int]
     peak_bytes: dict[Tier, int]
 
@@ -79,22 +78,22 @@ def simulate(
     uses: Sequence[Use],
     budgets: Mapping[Tier, int | None],
     *,
-    bandwidth: Mapping[Way, float] | None = None,
+    bandwidth: Mapping[Hop, float] | None = None,
     policy: str = "next-use",
     prefetch: bool = True,
 ) -> Outcome:
-    """Play `uses` of `groups` (key -> bytes, in the order of registration) on one thread.
+    """Simulate `uses` of `groups` (key -> bytes, in the order of registration) on one thread.
 
-    `bandwidth` gives bytes per second for each hop; None, or a hop that it leaves out: moves take
-    no time. Without `prefetch`, groups move only when they are asked for. Raises BudgetError if a
-    group is larger than a budget, and KeyError for a use of an unknown group.
+    `bandwidth` is in bytes per second, by hop; copies on a hop without an entry take no time.
+    Without `prefetch`, groups move only on demand. Raises BudgetError if a group is larger than a
+    budget, and KeyError for a use of an unknown group.
     """
     clock = Clock()
-    planner = planner_of(groups, budgets, clock, policy=policy, prefetch=prefetch)
+    planner = planner_with_groups(groups, budgets, clock, policy=policy, prefetch=prefetch)
     return play(planner, clock, uses, bandwidth or {})
 
 
-def planner_of(
+def planner_with_groups(
     groups: Mapping[str, int],
     budgets: Mapping[Tier, int | None],
     clock: Clock,
@@ -102,8 +101,8 @@ def planner_of(
     policy: str = "next-use",
     prefetch: bool = True,
 ) -> Planner:
-    """The planner that `simulate` plays with: it knows the groups, and looks at this clock."""
-    planner = planner_for(budgets, policy, foretell=prefetch)
+    """Return a planner on this clock, with the groups registered."""
+    planner = planner_for(budgets, policy, prefetch=prefetch)
     for key, nbytes in groups.items():
         planner.handle(Registered(GroupId(key, 0), nbytes, backing=True), clock.now)
     return planner
@@ -113,9 +112,9 @@ def play(
     planner: Planner,
     clock: Clock,
     uses: Sequence[Use],
-    bandwidth: Mapping[Way, float],
+    bandwidth: Mapping[Hop, float],
 ) -> Outcome:
-    """`simulate` with a planner that knows its groups, and looks at this clock."""
+    """Simulate uses with a planner on this clock, whose groups are registered."""
     run = SimulatedRun(planner, clock, bandwidth)
     for use in uses:
         run.use(use)
@@ -127,31 +126,33 @@ def simulate_together(
     threads: Sequence[Sequence[Use]],
     budgets: Mapping[Tier, int | None],
     *,
-    bandwidth: Mapping[Way, float] | None = None,
+    bandwidth: Mapping[Hop, float] | None = None,
 ) -> Outcome:
-    """`simulate` with several threads, which compute at the same time, each as if it were alone."""
+    """Simulate several threads. Their compute overlaps, and does not slow down the others."""
     clock = Clock()
-    run = SimulatedRun(planner_of(groups, budgets, clock), clock, bandwidth or {})
+    run = SimulatedRun(planner_with_groups(groups, budgets, clock), clock, bandwidth or {})
     run.use_together(threads)
     return run.outcome()
 
 
 def replay(record: EventRecord) -> Iterator[tuple[Event, list[Instruction]]]:
-    """Each event of a record, and what a new planner instructs after it.
+    """Yield each recorded event, with the instructions of a new planner after it.
 
-    Raises ValueError for a record that is not whole, or from which no planner can be made. Events
-    that do not follow from the instructions before them may raise anything.
+    Raises ValueError if the record lacks events, or if no planner can be made from its settings.
+    Events that do not follow from the instructions before them may raise any exception.
     """
     if record.dropped:
         raise ValueError(f"the record lacks its {record.dropped:,} oldest events")
     planner = planner_for(record.budgets, record.policy, timed_by_device=record.timed_by_device)
-    return replayed(((one.now, one.event) for one in record.handled), planner)
+    return replay_events(((one.now, one.event) for one in record.handled), planner)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Event `number` of a record, counted from 0, is the first after which today's planner
-    instructs something else. `error` tells why it could not go on, if that is so."""
+    """The first event after which the current planner gives other instructions than recorded.
+
+    `number` is the index of the event, from 0. `error` is set if the planner raised.
+    """
 
     number: int
     recorded: Handled
@@ -160,9 +161,9 @@ class Difference:
 
 
 def first_difference(record: EventRecord) -> Difference | None:
-    """Where a replay of a record goes another way than the run did; None if it never does.
+    """Return the first difference between a record and its replay, or None if they are equal.
 
-    Raises ValueError for a record that is not whole, or from which no planner can be made.
+    Raises ValueError if the record lacks events, or if no planner can be made from its settings.
     """
     answers = replay(record)
     for number, one in enumerate(record.handled):
@@ -177,12 +178,15 @@ def first_difference(record: EventRecord) -> Difference | None:
 
 @dataclass(frozen=True, slots=True)
 class LoopPass:
-    """One pass of a loop: its seconds, of them those in which nothing was computed, the bytes that
-    moved, how often each group was read from disk, and whether it followed a plan."""
+    """One pass of a loop.
+
+    `seconds` include the `stalled` seconds, in which nothing computed. `reads` counts reads from
+    disk by group number. `planned` is True if the pass followed a plan.
+    """
 
     seconds: float
     stalled: float
-    bytes_moved: Mapping[Way, int]
+    bytes_moved: Mapping[Hop, int]
     reads: Mapping[int, int]
     planned: bool
 
@@ -192,35 +196,35 @@ def simulate_loop(
     budgets: Mapping[Tier, int | None],
     passes: int,
     *,
-    bandwidth: Mapping[Way, float],
+    bandwidth: Mapping[Hop, float],
     tile: int = TILE,
 ) -> list[LoopPass]:
-    """Play passes of a loop: the first two with the planner that decides at each use, which learns
-    the order; the others as `plan_loop` plans them, if it does.
+    """Simulate passes of a loop.
 
-    What is there by then is used. What the plan starts with beside that is brought first, and
-    counts for the first pass that follows the plan. Raises BudgetError if a group is larger than a
-    budget.
+    The first two passes use the planner, which learns the order of use. Later passes follow the
+    plan of `plan_loop`, if there is one. Groups that are resident by then are reused; loading the
+    others that the plan starts with counts for the first planned pass. `bandwidth` is in bytes per
+    second. Raises BudgetError if a group is larger than a budget.
     """
     plan = plan_loop(loop, budgets, bandwidth, tile)
     keys = [str(number) for number in range(len(loop.sizes))]
     clock = Clock()
-    planner = planner_of(dict(zip(keys, loop.sizes, strict=True)), budgets, clock)
+    planner = planner_with_groups(dict(zip(keys, loop.sizes, strict=True)), budgets, clock)
     run = SimulatedRun(planner, clock, bandwidth)
     found: list[LoopPass] = []
-    for _ in range(passes if plan is None else min(LEARNED, passes)):
+    for _ in range(passes if plan is None else min(LEARNING_PASSES, passes)):
         before = run.outcome()
         for step in loop.steps:
             run.use_step([keys[group] for group in step.groups], step.seconds)
         found.append(_pass_between(before, run.outcome()))
     if plan is None:
         return found
-    there = {int(group.key): planner.residence(group) for group in planner.groups()}
-    return [*found, *_planned_passes(plan, there, passes - len(found), bandwidth)]
+    residence = {int(group.key): planner.residence(group) for group in planner.groups()}
+    return [*found, *_planned_passes(plan, residence, passes - len(found), bandwidth)]
 
 
-LEARNED = 2
-"""Passes after which the order of a loop is known."""
+LEARNING_PASSES = 2
+"""Passes that the planner needs to learn the order of a loop."""
 
 
 def _pass_between(before: Outcome, after: Outcome) -> LoopPass:
@@ -238,22 +242,29 @@ def _pass_between(before: Outcome, after: Outcome) -> LoopPass:
 
 
 def _planned_passes(
-    plan: LoopPlan, there: Mapping[int, Sequence[Tier]], passes: int, bandwidth: Mapping[Way, float]
+    plan: LoopPlan,
+    residence: Mapping[int, Sequence[Tier]],
+    passes: int,
+    bandwidth: Mapping[Hop, float],
 ) -> Iterator[LoopPass]:
     ways = plan.ways
-    entering = plan.missing(there)
+    entering = plan.missing(residence)
     seconds = max(
-        (n / bandwidth[way] for way, n in entering.items() if bandwidth.get(way)), default=0.0
+        (n / bandwidth[hop] for hop, n in entering.items() if bandwidth.get(hop)), default=0.0
     )
-    clock = PlanClock(plan, [bandwidth.get(way) for way in ways])
+    clock = PlanClock(plan, [bandwidth.get(hop) for hop in ways])
     begun, stalled, lowest = -seconds, -seconds, plan.tiers[-1]
-    reads = Counter(copy.group for copy in lowest.copies if not copy.offset)  # once for all tiles
-    entered = Counter(each.group for each in lowest.start if lowest.tier not in there[each.group])
+    reads = Counter(
+        copy.group for copy in lowest.copies if not copy.offset
+    )  # one read, however many tiles
+    entered = Counter(
+        each.group for each in lowest.start if lowest.tier not in residence[each.group]
+    )
     for number in range(passes):
         end = clock.run_pass()
         moved = {
-            way: tier.moved + (entering[way] if number == 0 else 0)
-            for way, tier in zip(ways, plan.tiers, strict=True)
+            hop: tier.moved + (entering[hop] if number == 0 else 0)
+            for hop, tier in zip(ways, plan.tiers, strict=True)
         }
         read = reads + entered if number == 0 else reads
         yield LoopPass(end - begun, clock.stalled - stalled, moved, read, planned=True)
@@ -261,7 +272,7 @@ def _planned_passes(
 
 
 class Clock:
-    """Says what time it is in a simulated run, in seconds."""
+    """Virtual time of a simulated run, in seconds."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -269,7 +280,7 @@ class Clock:
 
 @dataclass
 class _Channel:
-    """One hop: what is queued on it, and what moves now."""
+    """One hop: its queue, and whether it is copying."""
 
     bandwidth: float | None
     queue: list[tuple[int, int, Copy]] = field(default_factory=list)
@@ -277,8 +288,8 @@ class _Channel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asking:
-    """A use that a thread waits for, `since` when, and what it `found`."""
+class _PendingUse:
+    """A use that a thread has waited for `since` then. `found`: see `UseResult`."""
 
     use: Use
     group: GroupId
@@ -288,30 +299,30 @@ class _Asking:
 
 
 class SimulatedRun:
-    """One simulated run. Each instruction is `told` of, too, before it is followed."""
+    """One simulated run. Calls `on_instruction` with each instruction before carrying it out."""
 
     def __init__(
         self,
         planner: Planner,
         clock: Clock,
-        bandwidth: Mapping[Way, float],
-        told: Callable[[Instruction], object] = lambda instruction: None,
+        bandwidth: Mapping[Hop, float],
+        on_instruction: Callable[[Instruction], object] = lambda instruction: None,
     ) -> None:
         self._planner = planner
         self._clock = clock
         self._bandwidth = bandwidth
-        self._timed_by_device = told
-        self._served: list[Served] = []
+        self._on_instruction = on_instruction
+        self._served: list[UseResult] = []
         self._computed = 0.0
-        self._channels: dict[Way, _Channel] = {}
-        self._moving: list[tuple[float, int, Copy]] = []  # (end, age, copy)
+        self._channels: dict[Hop, _Channel] = {}
+        self._in_flight: list[tuple[float, int, Copy]] = []  # (end, age, copy)
         self._age = itertools.count()
-        self._moved: Counter[Way] = Counter()
+        self._moved: Counter[Hop] = Counter()
         self._read = 0
         self._reads: Counter[str] = Counter()
 
     def outcome(self) -> Outcome:
-        """What the uses so far took."""
+        """Return the totals of all uses so far."""
         counts = Counter(served.found for served in self._served)
         return Outcome(
             seconds=self._clock.now,
@@ -327,75 +338,75 @@ class SimulatedRun:
         )
 
     def use(self, use: Use) -> None:
-        """Wait for a group, compute with it, and give it back."""
+        """Wait for a group, compute with it, and release it."""
         group = self._acquire(use)
-        self._pass(use.seconds)
-        self._tell(Released(group, Access.READ))
+        self._compute(use.seconds)
+        self._handle(Released(group, Access.READ))
 
     def use_step(self, keys: Sequence[str], seconds: float) -> None:
-        """Wait for groups, one after the other, compute with all of them, and give them back."""
+        """Wait for groups one after the other, compute with all of them, and release them."""
         groups = [self._acquire(Use(key, 0.0)) for key in keys]
         self._computed += seconds
-        self._pass(seconds)
+        self._compute(seconds)
         for group in groups:
-            self._tell(Released(group, Access.READ))
+            self._handle(Released(group, Access.READ))
 
     def _acquire(self, use: Use) -> GroupId:
         """Wait for a group, and lease it."""
-        asking = self._ask(use)
-        while not self._try(asking):
-            self._wait_for_a_move()
-        return asking.group
+        pending = self._demand(use)
+        while not self._try_lease(pending):
+            self._wait_for_copy()
+        return pending.group
 
     def use_together(self, threads: Sequence[Sequence[Use]]) -> None:
-        """The uses of several threads, each of which waits, computes and gives back by itself."""
+        """Simulate the uses of several threads, each of which waits, computes and releases."""
         uses = [iter(each) for each in threads]
         awake = [(self._clock.now, thread) for thread in range(len(threads))]  # a heap
-        waiting: dict[int, _Asking] = {}
-        computing: dict[int, _Asking] = {}
+        waiting: dict[int, _PendingUse] = {}
+        computing: dict[int, _PendingUse] = {}
         while awake or waiting:
-            if awake and (not self._moving or awake[0][0] <= self._moving[0][0]):
+            if awake and (not self._in_flight or awake[0][0] <= self._in_flight[0][0]):
                 self._clock.now, thread = heapq.heappop(awake)
                 if thread in computing:
-                    self._tell(Released(computing.pop(thread).group, Access.READ))
+                    self._handle(Released(computing.pop(thread).group, Access.READ))
                 use = next(uses[thread], None)
                 if use is not None:
-                    waiting[thread] = self._ask(use, thread)
+                    waiting[thread] = self._demand(use, thread)
             else:
-                self._wait_for_a_move()
-            for thread, asking in list(waiting.items()):
-                if self._try(asking):
+                self._wait_for_copy()
+            for thread, pending in list(waiting.items()):
+                if self._try_lease(pending):
                     computing[thread] = waiting.pop(thread)
-                    heapq.heappush(awake, (self._clock.now + asking.use.seconds, thread))
+                    heapq.heappush(awake, (self._clock.now + pending.use.seconds, thread))
 
-    def _ask(self, use: Use, thread: int = 0) -> _Asking:
+    def _demand(self, use: Use, thread: int = 0) -> _PendingUse:
         group = GroupId(use.key, 0)
         state = self._planner.state_of(group)
         found = {State.PRESENT: "hit", None: "miss"}.get(state, "late")
-        asking = _Asking(use, group, self._clock.now, found, thread)
-        self._tell(Demanded(group, thread))
-        return asking
+        pending = _PendingUse(use, group, self._clock.now, found, thread)
+        self._handle(Demanded(group, thread))
+        return pending
 
-    def _try(self, asking: _Asking) -> bool:
-        """Lease the group, if it is there."""
-        group, start = asking.group, self._clock.now
+    def _try_lease(self, pending: _PendingUse) -> bool:
+        """Lease the group if it is resident. Return whether it was."""
+        group, start = pending.group, self._clock.now
         if not self._planner.leasable(group, Access.READ):
             error = self._planner.error_of(group)
             if error is not None:
                 raise error
             return False
-        self._tell(Leased(group, Access.READ, stream=asking.thread))
-        waited = start - asking.since
-        self._served.append(Served(asking.use.key, start, waited, self._read, asking.found))
-        self._computed += asking.use.seconds
+        self._handle(Leased(group, Access.READ, stream=pending.thread))
+        waited = start - pending.since
+        self._served.append(UseResult(pending.use.key, start, waited, self._read, pending.found))
+        self._computed += pending.use.seconds
         return True
 
-    def _tell(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         for copy in self._planner.handle(event, self._clock.now):
-            self._timed_by_device(copy)
+            self._on_instruction(copy)
             if isinstance(copy, Copy):
-                way = (copy.src, copy.dst)
-                channel = self._channels.setdefault(way, _Channel(self._bandwidth.get(way)))
+                hop = (copy.src, copy.dst)
+                channel = self._channels.setdefault(hop, _Channel(self._bandwidth.get(hop)))
                 heapq.heappush(channel.queue, (not copy.urgent, next(self._age), copy))
                 self._start(channel)
 
@@ -405,28 +416,28 @@ class SimulatedRun:
         copy = heapq.heappop(channel.queue)[2]
         seconds = copy.nbytes / channel.bandwidth if channel.bandwidth else 0.0
         channel.busy = True
-        heapq.heappush(self._moving, (self._clock.now + seconds, next(self._age), copy))
+        heapq.heappush(self._in_flight, (self._clock.now + seconds, next(self._age), copy))
 
-    def _wait_for_a_move(self) -> None:
-        assert self._moving, "somebody waits, and nothing moves"
-        self._end_a_move()
+    def _wait_for_copy(self) -> None:
+        assert self._in_flight, "a use waits, but no copy is in flight"
+        self._finish_copy()
 
-    def _pass(self, seconds: float) -> None:
-        """Computing goes on for so long; what arrives meanwhile, arrives."""
+    def _compute(self, seconds: float) -> None:
+        """Advance the clock by `seconds` of compute, and finish the copies that end meanwhile."""
         end = self._clock.now + seconds
-        while self._moving and self._moving[0][0] <= end:
-            self._end_a_move()
+        while self._in_flight and self._in_flight[0][0] <= end:
+            self._finish_copy()
         self._clock.now = end
 
-    def _end_a_move(self) -> None:
-        when, _, copy = heapq.heappop(self._moving)
-        way = (copy.src, copy.dst)
+    def _finish_copy(self) -> None:
+        when, _, copy = heapq.heappop(self._in_flight)
+        hop = (copy.src, copy.dst)
         self._clock.now = max(self._clock.now, when)
-        self._moved[way] += copy.nbytes
+        self._moved[hop] += copy.nbytes
         if copy.src is Tier.DISK:
             self._read += copy.nbytes
             self._reads[copy.group.key] += 1
-        channel = self._channels[way]
+        channel = self._channels[hop]
         channel.busy = False
-        self._tell(Arrived(copy.group, copy.src, copy.dst))
+        self._handle(Arrived(copy.group, copy.src, copy.dst))
         self._start(channel)

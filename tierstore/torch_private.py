@@ -1,10 +1,10 @@
-"""Every private name of torch that this package uses, each behind a function that says what for.
+"""The private names of torch that this package uses, each behind a function that documents its use.
 
-All of them are there from torch 2.8 on, the oldest that is supported; the tests marked `floor` run
-with that, all others with the newest. Where a name is missing, what is called here raises
-AttributeError (pytrees and version counters: importing an adapter raises ImportError), and the
-tests of that adapter fail: without these, nothing could be done in another way, but for what says
-so. Who moves to another torch begins here.
+All of them exist since torch 2.8, the oldest supported version. Tests marked `floor` run with that
+version, all others with the newest. If torch drops a name, the function here raises AttributeError
+(for pytrees and version counters, importing an adapter raises ImportError), and the tests of that
+adapter fail. Unless a docstring names one, there is no fallback. To support another version of
+torch, begin with this file.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import _get_current_function_mode
 
-# What every operation on tensors passes through, in the innermost place.
+# Intercepts every operation on tensors, below autograd.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-# Containers of any kind as a list of leaves and a structure. Public only in later versions.
+# Flatten containers to a list of leaves and a structure. Public only in later versions of torch.
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
@@ -39,7 +39,7 @@ TensorType = TypeVar("TensorType", bound=torch.Tensor)
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often torch operations wrote to a tensor; 0 for inference tensors, which do not count."""
+    """Return how often torch operations wrote to a tensor; 0 for inference tensors."""
     try:
         return tensor._version
     except RuntimeError:
@@ -47,20 +47,20 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """`version_of` each. It calls no function for each, where none is an inference tensor."""
+    """Return `version_of` each tensor. Faster than a call for each if none is of inference."""
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:
         return [version_of(tensor) for tensor in tensors]
 
 
-# Nothing stands around these two: they are called for each tensor of a unit, before and after.
+# These two have no Python wrapper: they run for each tensor of a unit, before and after it.
 
-counted_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
-"""`version_of`, of a tensor that is none of inference; of those, it raises RuntimeError."""
+unchecked_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""Like `version_of`, but raises RuntimeError for inference tensors."""
 
-keep_found: Callable[[torch.Tensor], None] = torch.Tensor._fix_weakref  # type: ignore[attr-defined]
-"""Let Python keep a tensor that a weak reference has found, also if only autograd had it."""
+revive_object: Callable[[torch.Tensor], None] = torch.Tensor._fix_weakref  # type: ignore[attr-defined]
+"""Make a tensor that came from a weak reference safe to hold, even if only autograd owned it."""
 
 
 _SWAP = torch.utils.swap_tensors
@@ -72,131 +72,139 @@ _SWAP_OF_ANY = types.FunctionType(
 
 
 def swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Let two tensors be each other, also those that something refers to weakly.
+    """Swap the contents of two tensor objects, including those with weak references.
 
-    `torch.utils.swap_tensors` refuses them, as such a reference then leads to other contents. That
-    is what bindings want: theirs are to the object.
+    `torch.utils.swap_tensors` rejects such tensors, as a weak reference then leads to the other
+    contents. Bindings rely on exactly that: they refer to the object.
     """
     _SWAP_OF_ANY(one, other)
 
 
-def uncounted(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """At its end, the version counter of a tensor is set back to what it was."""
+def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Restore the version counter of a tensor at the end of the context."""
     return _unsafe_preserve_version_counter(tensor)
 
 
 def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that this one is a view of; None if it is no view."""
+    """Return the tensor that this one is a view of, or None if it is not a view."""
     return tensor._base
 
 
 def negative_view(tensor: torch.Tensor) -> torch.Tensor:
-    """A view with the bit set that says that the elements are to be negated when they are read."""
+    """Return a view with the negative bit set: elements are negated when they are read."""
     return torch._neg_view(tensor)
 
 
 def like(tensor: TensorType, memory: torch.Tensor) -> TensorType:
-    """Another tensor of the class of `tensor` (a Parameter for instance) and with its attributes,
-    over the memory of `memory`, on whatever device."""
+    """Return a tensor over `memory`, with the class (such as Parameter) and attributes of `tensor`.
+
+    The two may be on different devices.
+    """
     other = torch.Tensor._make_subclass(type(tensor), memory, tensor.requires_grad)
     other.__dict__.update(tensor.__dict__)
     return other
 
 
-def innermost_function_mode() -> object:
-    """The mode for operations on tensors that was begun last on this thread; None without any."""
+def current_function_mode() -> object:
+    """Return the innermost `TorchFunctionMode` of this thread, or None."""
     return _get_current_function_mode()
 
 
 def is_conversion(function: Any) -> bool:
-    """Whether an operation is the one that copies a tensor to another dtype or device."""
+    """Return True if an operation copies a tensor to another dtype or device."""
     return function is torch.ops.aten._to_copy.default
 
 
-def changes_arguments(function: Any) -> bool:
-    """Whether an operation changes one of its arguments in place."""
+def mutates_arguments(function: Any) -> bool:
+    """Return True if an operation changes one of its arguments in place."""
     return bool(function._schema.is_mutable)
 
 
 def is_view(function: Any) -> bool:
-    """Whether what an operation returns may show an argument's memory, and nothing is changed."""
-    return may_share_memory(function) and not changes_arguments(function)
+    """Return True if results may share memory with arguments, and no argument is changed."""
+    return may_share_memory(function) and not mutates_arguments(function)
 
 
 def may_share_memory(function: Any) -> bool:
-    """Whether what an operation returns may be one of its arguments, or a view of one."""
+    """Return True if a result of an operation may be one of its arguments, or a view of one."""
     return any(value.alias_info is not None for value in function._schema.returns)
 
 
 def is_functorch_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for others in vmap or grad: it has no memory of its own."""
+    """Return True if a tensor is a vmap or grad wrapper, which has no memory itself."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
-def in_trace() -> bool:
-    """Whether TorchScript records what runs now."""
+def is_tracing() -> bool:
+    """Return True while TorchScript traces this thread."""
     return torch._C._is_tracing()
 
 
-def in_derivative() -> bool:
-    """Whether a transform of torch.func differentiates what runs now: it takes tensors that are
-    made meanwhile for its own."""
+def in_functorch_grad() -> bool:
+    """Return True inside a differentiating transform of torch.func.
+
+    Such a transform wraps tensors that are created meanwhile.
+    """
     transforms = torch._C._functorch.get_interpreter_stack() or []
     return any(transform.key().name in ("Grad", "Jvp") for transform in transforms)
 
 
-# Nothing stands around the next four: they are called for each use of weights, or each tensor.
+# The next four have no Python wrapper: they run for each use of weights, or for each tensor.
 
 stream_of_device: Callable[[int], torch.Stream] = torch._C._accelerator_getStream
-"""The stream of an accelerator, by its number, that is current on this thread."""
+"""Return the current stream of this thread on an accelerator, by device index."""
 
 storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
-"""A number that no other storage has as long as this one, or a weak reference to it, is there.
+"""Return a number that identifies a storage as long as it, or a weak reference to it, is alive.
 
-All Python objects of one storage have the same."""
+All Python objects of one storage have the same number."""
 
-uses_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
-"""How often a storage is referred to, by its number: by tensors of whatever kind, and by itself as
-an object of Python."""
+storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+"""Return the reference count of a storage, by its `storage_id`.
+
+Counts tensors of every kind, and the Python object of the storage."""
 
 storage_at: Callable[[int, torch.device, int], Any] = torch._C._construct_storage_from_data_pointer
-"""A storage over memory that is somebody else's, who must keep it for as long: made of an address,
-a device and a number of bytes."""
+"""Return a storage over memory that it does not own: an address, a device and a number of bytes.
+
+The owner must keep the memory alive for as long."""
 
 
-def forget_last_error(cudart: Any) -> None:
-    """Have the CUDA runtime forget the last error of this thread, after a call of `cudart` failed.
+def clear_last_error(cudart: Any) -> None:
+    """Clear the last error of this thread in the CUDA runtime, after a call of `cudart` failed.
 
-    Otherwise the next launch of a kernel by this thread, by any library, would raise that error.
+    Otherwise the next kernel launch on this thread, by any library, would raise that error.
     """
-    # What torch 2.8 to 2.13 bind of the runtime returns an error and leaves it the last one. Only
-    # cudaGetLastError resets it, which they do not bind. Should a later torch, that one is called.
+    # A runtime function that fails also leaves its error as the last one. Only cudaGetLastError
+    # resets it, and torch 2.8 to 2.13 do not bind that. A later torch may: then it is used.
     reset = getattr(cudart, "cudaGetLastError", None) or _cuda_get_last_error()
     reset()
 
 
 @functools.cache
 def _cuda_get_last_error() -> Callable[[], object]:
-    """cudaGetLastError of the runtime that torch itself calls: that which c10 is linked with."""
+    """Return cudaGetLastError of the runtime that torch uses: the one that c10 is linked with."""
     libraries = Path(torch.__file__).parent / "lib"
     for name, function in (
         ("libc10_cuda.so", "cudaGetLastError"),
         ("libc10_hip.so", "hipGetLastError"),
     ):
-        with suppress(OSError, AttributeError):  # symbols are also looked for in what it needs
+        with suppress(
+            OSError, AttributeError
+        ):  # CDLL also searches the libraries that it depends on
             found: Callable[[], object] = getattr(ctypes.CDLL(str(libraries / name)), function)
             return found
-    return _launch_in_vain
+    return _launch_empty_kernel
 
 
-def _launch_in_vain() -> None:
-    """torch resets the last error when it finds one after it has launched a kernel."""
+def _launch_empty_kernel() -> None:
+    """Launch an empty kernel: torch checks for an error after a launch, and resets it."""
     with suppress(RuntimeError):
         torch.cuda._sleep(0)
 
 
 def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
-    """The storage of a weak reference, if anybody still holds it."""
+    """Return the storage of a weak reference, or None if it was freed."""
     found: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     return found
 
@@ -205,47 +213,51 @@ def storage_of(reference: StorageWeakRef) -> torch.UntypedStorage | None:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass."""
+    """Return True while this thread runs a backward pass."""
     return torch._C._current_graph_task_id() != -1
 
 
-def keeps_graph() -> bool:
-    """In a backward pass: whether it was called with `retain_graph`."""
+def retains_graph() -> bool:
+    """Return True if the running backward pass was called with `retain_graph`."""
     kept: bool = torch._C._autograd._get_current_graph_task_keep_graph()
     return kept
 
 
-def fills_all_gradients() -> bool:
-    """In a backward pass: whether it leaves gradients in all leaves, as `backward()` does. False in
-    `torch.autograd.grad()` and with `inputs=`."""
+def accumulates_all_gradients() -> bool:
+    """Return True if the running backward pass stores gradients in all leaves.
+
+    False in `torch.autograd.grad()` and with `inputs=`.
+    """
     valid: bool = torch.autograd._is_checkpoint_valid()
     return valid
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """In a backward pass: have `callback` called when that is over, unless it raises."""
+    """Call `callback` at the end of the running backward pass, unless that raises."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
 
 def saved_tensor_hooks() -> tuple[Callable[[Any], Any], Callable[[Any], Any]] | None:
-    """The innermost hooks that are on for what autograd saves: (pack, unpack); None without any."""
+    """Return the innermost saved-tensor hooks (pack, unpack), or None."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else (hooks[0], hooks[1])
 
 
-def hooks_are_allowed() -> bool:
-    """Whether hooks may be put on for what autograd saves, and see it: torch.func has ways of its
-    own."""
+def saved_tensor_hooks_allowed() -> bool:
+    """Return True if saved-tensor hooks can be installed and take effect.
+
+    torch.func disables them.
+    """
     message = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
-    return message is None and not in_derivative()
+    return message is None and not in_functorch_grad()
 
 
 # Profilers ----------------------------------------------------------------------------------------
 
 
-def is_profiled() -> bool:
-    """Whether a profiler of torch is on, on any thread. What it asks is kept for such questions."""
+def profiler_enabled() -> bool:
+    """Return True if a torch profiler is active, on any thread. Only reads a flag."""
     return profiler._is_profiler_enabled
 
 
@@ -253,35 +265,38 @@ def is_profiled() -> bool:
 
 
 CALL = "_call_impl"
-"""The method that calls of a module call, unless it is compiled: hooks, and then `forward`."""
+"""The method that `module(...)` calls unless the module is compiled: hooks, then `forward`."""
 
 COMPILED_CALL = "_compiled_call_impl"
-"""The attribute in which `module.compile()` leaves what calls of the module call from then on."""
+"""The attribute in which `module.compile()` stores the function that `module(...)` then calls."""
 
 
 def call_uncompiled(module: Any, args: Any, kwargs: Any) -> Any:
-    """Call a module, hooks and all, as if `compile()` had not been called."""
+    """Call a module with its hooks, as if `compile()` had not been called."""
     return module._call_impl(*args, **kwargs)
 
 
 def has_forward_hooks(module: Any) -> bool:
-    """Whether anything is registered to be called before or after a module's forward."""
+    """Return True if a module has forward hooks or forward pre-hooks."""
     return bool(module._forward_hooks) or bool(module._forward_pre_hooks)
 
 
-def call_first_of_state_dict_hooks(module: Any, hook_id: int) -> None:
-    """Have a hook that is registered for after `state_dict` called before all others."""
+def move_state_dict_hook_first(module: Any, hook_id: int) -> None:
+    """Make a registered `state_dict` hook run before all others."""
     module._state_dict_hooks.move_to_end(hook_id, last=False)
 
 
 # Distributed checkpoints --------------------------------------------------------------------------
 #
-# What these import takes a second, which nobody pays who saves nothing.
+# These functions import lazily: the import takes a second.
 
 
 def all_ranks() -> Any:
-    """All processes of `torch.distributed`, or this one if it is alone. A function that `broadcast`
-    (of the first rank) or `all_gather` (of each) calls may raise: then all ranks raise that."""
+    """Return a wrapper for collectives over all ranks of `torch.distributed`, or for one process.
+
+    If a function that `broadcast` (on rank 0) or `all_gather` (on each rank) calls raises, all
+    ranks raise that error.
+    """
     from torch.distributed.checkpoint.utils import _DistWrapper
 
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -289,7 +304,7 @@ def all_ranks() -> Any:
 
 
 def save_checkpoint(state: dict[str, Any], writer: Any, planner: Any) -> None:
-    """`torch.distributed.checkpoint.save` without its warning that a process is alone."""
+    """Call `torch.distributed.checkpoint.save`, without its warning for a single process."""
     from torch.distributed.checkpoint.state_dict_saver import _save_state_dict
 
     no_dist = not all_ranks().use_dist
@@ -297,7 +312,7 @@ def save_checkpoint(state: dict[str, Any], writer: Any, planner: Any) -> None:
 
 
 def qualified_name(model: Any, name: str) -> str:
-    """What a checkpoint calls a parameter: without what wraps its module."""
+    """Return the name of a parameter in a checkpoint: without the wrappers of its module."""
     from torch.distributed.checkpoint.state_dict import _get_fqns
 
     [found] = _get_fqns(model, name)
@@ -305,14 +320,14 @@ def qualified_name(model: Any, name: str) -> str:
 
 
 def stored_at(name: str, offset: int, nbytes: int) -> Any:
-    """What the metadata of a checkpoint says of where a chunk is."""
+    """Return the checkpoint metadata for the location of a chunk: file, offset and bytes."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, nbytes)
 
 
 def file_view(file: Any, offset: int, nbytes: int) -> Any:
-    """A part of a file as a file, for `torch.load`."""
+    """Return a file object over a range of bytes of a file, for `torch.load`."""
     from torch.distributed.checkpoint.utils import _create_file_view
 
     return _create_file_view(file, offset, nbytes)

@@ -1,4 +1,4 @@
-"""Trace files, for programs that read them; `TierStore.trace` writes them."""
+"""Read trace files that `TierStore.trace` wrote."""
 
 from tierstore.observe.trace import Recorded, TraceSlice, read_trace
 

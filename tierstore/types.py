@@ -1,4 +1,4 @@
-"""Types of the objects that public calls return, for annotations and `isinstance`."""
+"""Types of objects that public calls return, for annotations and `isinstance`."""
 
 from tierstore.adapters.activations import ActivationOffload
 from tierstore.adapters.group_offload import OffloadHandle

@@ -1,27 +1,26 @@
-"""Run the checks that guard a change: `tools/check.py [--full | --rest | --long | --changed |
---device cuda]`.
+"""Run the checks for a change.
 
-- Without an option: format, lint, types, layers, and the default lane of tests. Minutes.
-- `--full`: the same checks, and the full lane of tests; what lands has passed it. It watches, too,
-  that no branch of the code that decides and of the code that keeps bytes goes without a test.
-  Before, in environments of their own, if these can be had: the site of the documentation is built,
-  and the package, which is installed and used (tools/docs.py, tools/package.py); tests marked
-  `floor` run with the oldest torch (tools/floor.py), and those of quantised models with the
-  libraries that quantise (tools/quantised.py).
-- `--rest`: what `--full` adds to a run without an option, for whom that has just passed (.ci/run).
-  Format, lint, types and layers are not looked at again, nor does a test run that ran before as it
-  would now. The two together are `--full`.
-- `--long`: every test, with each search at full length; tests marked `floor` run with the newest
-  Python, too (tools/newest.py). Hours, before a release.
-- `--changed`: the same checks, and those tests of the default lane that mirror the files that
-  differ from the branch `main` (on `main`: from the last commit). Seconds, while one works.
+    tools/check.py [--full | --rest | --long | --changed | --device cuda]
 
-- `--device cuda`: the same checks, and those tests of the default lane that use an accelerator, on
-  this one (tests/devices.py). Two minutes on 16 cores.
+- No option: format, lint, types, layers, and the default lane of tests. Takes minutes.
+- `--full`: the same checks and the full lane of tests, required for merging. It also requires that
+  tests cover every branch of the guarded modules (tools/coverage_gate.py). Before that, in separate
+  environments if their packages can be installed: builds the documentation site (tools/docs.py),
+  builds, installs and uses the package (tools/package.py), runs tests marked `floor` with the
+  oldest torch (tools/floor.py), and runs the tests of quantised models with the quantisation
+  libraries (tools/quantised.py).
+- `--rest`: the part of `--full` that a passed run without an option did not cover (.ci/run). Skips
+  format, lint, types, layers, and tests that would run as before.
+- `--long`: every test, with each search at full length; also runs tests marked `floor` with the
+  newest Python (tools/newest.py). Takes hours; run it before a release.
+- `--changed`: the same checks, and the tests of the default lane that mirror the files that differ
+  from the branch `main` (on `main`: from the last commit). Takes seconds.
+- `--device cuda`: the same checks, and the tests of the default lane that use an accelerator, on
+  that device (tests/devices.py). Takes two minutes on 16 cores.
 
-tests/lanes.py says what belongs to which lane. The checks run in a fixed order, cheapest first, and
-pytest runs last, so that the last line printed is pytest's own summary. A failing check does not
-hide the ones after it. The tests run in several processes at once.
+tests/lanes.py assigns tests to lanes. Checks run in a fixed order, cheapest first. pytest runs
+last, in several processes, so the last line of output is pytest's summary. A failing check does
+not stop the following ones.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from tools.environments import NOT_INSTALLED
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The tools come from the environment of the running interpreter, whatever PATH holds.
+# Use the tools of the running interpreter's environment, not those on PATH.
 PROGRAMS = Path(sys.executable).parent
 
 STEPS: dict[str, list[str]] = {
@@ -59,22 +58,24 @@ ELSEWHERE = {
     "quantised models": "tools/quantised.py",
     "docs site": "tools/docs.py",
 }
-"""What is checked in environments of its own. Two at a time: these fetch packages for minutes, and
-most of them use one core. The longest come first."""
+"""Checks that run in separate environments, the longest first.
+
+Two run at a time, because they download packages for minutes and most use one core.
+"""
 
 BEFORE_RELEASE = {
     "newest Python": "tools/newest.py",
     "quantised models": "tools/quantised.py --long",
 }
-"""The same in the long lane, instead of or besides those."""
+"""Checks in separate environments that the long lane adds or replaces."""
 
-# Each process begins with its share of the tests, in their order, so that what several neighbours
-# need is mostly made once; whichever is done first then takes over what another has not begun.
+# Each process starts with a contiguous share of the tests, so that neighbours share fixtures. A
+# process that finishes early takes over tests that another has not begun.
 AT_ONCE = "--dist=worksteal"
 
-# The default lane waits for disks, processes and other threads for a quarter of its time, so that
-# three processes are quicker on two cores. The others have tests that want memory or the machine.
-# The gates add no test: they look at tests that run anyway (see their docstrings).
+# The default lane spends a quarter of its time waiting for disks, processes and other threads, so
+# three processes are faster on two cores. The other lanes have tests that need memory or the whole
+# machine. The gates add no tests: they observe tests that run anyway (see their docstrings).
 LANES: dict[str, list[str]] = {
     "default": ["--numprocesses=3", "-p", "durations"],
     "full": ["--numprocesses=2", "--full", "-p", "coverage_gate"],
@@ -83,18 +84,18 @@ LANES: dict[str, list[str]] = {
 }
 
 MOST_AT_ONCE = 16
-"""Processes that share one device: each takes some of its memory for itself."""
+"""Largest number of processes on one device: each reserves part of its memory."""
 
 
 def on_device(device: str) -> list[str]:
-    """The tests that use an accelerator, on this one. How long each takes is another matter."""
+    """Return the pytest arguments for the tests that use an accelerator, without the time gate."""
     processes = min(os.cpu_count() or 1, MOST_AT_ONCE)
     return [f"--numprocesses={processes}", f"--device={device}", "-m", "accelerator"]
 
 
 @dataclass
 class Tally:
-    """What has been checked so far; as a pytest plugin, it reports just above the summary line."""
+    """The results so far. As a pytest plugin, it prints them just above the summary line."""
 
     started: float = field(default_factory=time.monotonic)
     passed: list[str] = field(default_factory=list)
@@ -134,7 +135,7 @@ def run_step(name: str, command: list[str]) -> int:
 
 
 def run_quietly(name: str, command: list[str]) -> int:
-    """The same for a check that runs beside another: what it printed comes when it has ended."""
+    """Run a check that runs beside another, and print its output when it has ended."""
     program, *arguments = command
     started = time.monotonic()
     done = subprocess.run(
@@ -147,14 +148,14 @@ def run_quietly(name: str, command: list[str]) -> int:
     outcome = "passed" if done.returncode == 0 else f"FAILED with exit status {done.returncode}"
     seconds = time.monotonic() - started
     text = f"===== {name} =====\n{done.stdout}{name} {outcome} in {seconds:.1f} s"
-    print(f"\n{text}", flush=True)  # in one call, so that the other's comes before or after it
+    print(f"\n{text}", flush=True)  # one call, so that outputs do not interleave
     return done.returncode
 
 
 def run_elsewhere(
     tally: Tally, run: Callable[[str, list[str]], int] = run_quietly, lane: str = "full"
 ) -> None:
-    """Checks in other environments; where one is not to be had, the summary says so."""
+    """Run checks in other environments. The summary lists those whose packages are missing."""
     checks = ELSEWHERE | (BEFORE_RELEASE if lane == "long" else {})
     with ThreadPoolExecutor(2) as pool:
         statuses = pool.map(lambda name: run(name, ["python", *checks[name].split()]), checks)
@@ -170,11 +171,11 @@ def run_tests(tally: Tally, arguments: Sequence[str]) -> bool:
     return pytest.main([AT_ONCE, *arguments], plugins=[tally]) == pytest.ExitCode.OK
 
 
-# What a change concerns --------------------------------------------------------------------------
+# Tests of changed files --------------------------------------------------------------------------
 
 
 def changed_files() -> list[str]:
-    """What differs from where this branch left `main`, and what git does not know yet."""
+    """Return the files that differ from the merge base with `main`, and untracked files."""
     base = git("merge-base", "HEAD", "main") or ["HEAD"]
     return sorted(
         {*git("diff", "--name-only", base[0]), *git("ls-files", "-o", "--exclude-standard")}
@@ -188,13 +189,12 @@ def git(*words: str) -> list[str]:
 
 
 def tests_of(files: Iterable[str], root: Path = ROOT) -> list[str]:
-    """The tests that mirror these files, as paths for pytest.
+    """Return the tests that mirror these files, as paths for pytest.
 
-    A test stands for itself, and what tests share for the tests of its folder. `tierstore/a/b.py`
-    is mirrored by `tests/b`, or by `tests/a/test_b*.py`, or by `tests/a`, whichever there is; a
-    module of the package itself by `tests/store`. Documents are mirrored by `tests/docs`, what
-    measures by `tests/bench`, other tools by `tests/architecture`. Whatever else it is has no tests
-    of its own.
+    A test file mirrors itself; a shared test module is mirrored by its folder. `tierstore/a/b.py`
+    is mirrored by `tests/b`, `tests/a/test_b*.py` or `tests/a`, whichever exists; a module at the
+    top of the package by `tests/store`. Documents are mirrored by `tests/docs`, benchmarks by
+    `tests/bench`, other tools by `tests/architecture`. Other files have no tests.
     """
     found: dict[str, None] = {}
     for name in files:
@@ -239,25 +239,25 @@ def run_all(lane: str, arguments: Sequence[str]) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run the checks that guard a change.")
+    parser = argparse.ArgumentParser(description="Run the checks for a change.")
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument("--full", action="store_true", help="run the full lane (40 minutes)")
     choice.add_argument(
-        "--rest", action="store_true", help="what --full adds to a run that has just passed"
+        "--rest", action="store_true", help="run the part of --full that a passed run did not cover"
     )
     choice.add_argument("--long", action="store_true", help="run each search at length (hours)")
     choice.add_argument(
-        "--changed", action="store_true", help="only the tests that mirror the changed files"
+        "--changed", action="store_true", help="run only the tests that mirror changed files"
     )
     choice.add_argument(
-        "--device", metavar="TYPE", help="the tests that use an accelerator, on this one: cuda"
+        "--device", metavar="TYPE", help="run the tests that use an accelerator on TYPE, e.g. cuda"
     )
     chosen = parser.parse_args()
-    os.chdir(ROOT)  # each tool finds pyproject.toml, and so what to look at, from here
+    os.chdir(ROOT)  # the tools find pyproject.toml here
     lane = next((name for name in LANES if getattr(chosen, name, False)), "default")
     tests = tests_of(changed_files()) if chosen.changed else []
     if chosen.changed and not tests:
-        print("no test mirrors what was changed: only format, lint, types and layers are checked")
+        print("no test mirrors the changed files: checking only format, lint, types and layers")
         return 1 if any([run_step(*step) for step in STEPS.items()]) else 0
     words = on_device(chosen.device) if chosen.device else LANES[lane]
     return 0 if run_all(lane, [*words, *tests]) else 1

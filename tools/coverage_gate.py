@@ -1,8 +1,8 @@
-"""No branch of the code that decides, and of the code that keeps bytes, goes without a test.
+"""Requires that tests cover every branch of the planner and of the modules that store bytes.
 
-`python tools/coverage_gate.py` runs the tests that see to it. `tools/check.py` runs them with all
-the others, and only once: as a pytest plugin, this watches what these tests run, and nothing
-while the others do, which so take no longer than without. Tests run in several processes add up.
+`python tools/coverage_gate.py` runs the tests that count. `tools/check.py` runs them once, among
+all others: as a pytest plugin, this module measures coverage during these tests only, so the others
+are not slowed down. Coverage of several processes is combined.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ GUARDED = [
     "tierstore/system/locking.py",
     "tierstore/system/objects.py",
 ]
-RANDOM = "tests/histories/test_planner_histories.py::test_every_promise_holds_in_random_histories"
+RANDOM = "tests/histories/test_planner_histories.py::test_random_histories_keep_every_promise"
 WATCHED = (
-    "tests/conformance/test_ours.py::Test",
+    "tests/conformance/test_policies_and_schedules.py::Test",
     "tests/histories/test_known_faults.py",
     f"{RANDOM}[next-use]",
     "tests/model/test_header.py::test_a_checksum",
@@ -50,7 +50,7 @@ WATCHED = (
     "tests/store/test_every_dtype.py",
     "tests/store/test_readable_again.py",
     "tests/tiers/test_directory.py::test_a_damaged_object",
-    "tests/tiers/test_directory.py::test_nobody_else_may_look",
+    "tests/tiers/test_directory.py::test_directory_is_private_to_its_user",
     "tests/tiers/test_directory.py::test_one_live_store",
     "tests/tiers/test_directory.py::test_things_of_others",
     "tests/tiers/test_directory.py::test_what_is_in_the_way",
@@ -61,18 +61,20 @@ WATCHED = (
     "tests/system/test_objects.py",
     "tests/system/test_writing.py",
 )
-"""How the names of the tests begin. Watching a test makes it take two or three times as long: these
-are quick ones, and they suffice."""
+"""Prefixes of the names of the tests that count.
+
+Measuring makes a test two to three times slower; these are quick, and sufficient.
+"""
 NOTES = "TIERSTORE_COVERAGE_GATE"
-"""In the environment: the directory where every process leaves what it has seen."""
+"""Environment variable: the directory for the coverage data of each process."""
 
 
 class Gate:
-    """Watches the tests of one process; where they were started, tells what nobody has run."""
+    """Measures the tests of one process; the main process reports branches without a test."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._starts = not hasattr(config, "workerinput")
-        self._told = ""
+        self._report = ""
         if self._starts:
             os.environ[NOTES] = tempfile.mkdtemp(prefix="coverage-")
         self._coverage = coverage.Coverage(
@@ -82,7 +84,7 @@ class Gate:
         )
         self._coverage.set_option("run:source", None)
         self._coverage.set_option("run:include", [str(ROOT / name) for name in GUARDED])
-        self._coverage.start()  # what runs when a module is imported counts, too
+        self._coverage.start()  # code that runs at import counts, too
 
     def pytest_collection_finish(self) -> None:
         self._coverage.stop()
@@ -102,31 +104,33 @@ class Gate:
         self._coverage.stop()
         self._coverage.save()
         if self._starts:
-            with contextlib.suppress(coverage.exceptions.NoDataError):  # no test was there
-                self._look(session)
+            with contextlib.suppress(coverage.exceptions.NoDataError):  # no test was measured
+                self._check_coverage(session)
             shutil.rmtree(os.environ.pop(NOTES))
 
-    def _look(self, session: pytest.Session) -> None:
+    def _check_coverage(self, session: pytest.Session) -> None:
         table = io.StringIO()
         self._coverage.combine([os.environ[NOTES]])
         share = self._coverage.report(file=table, skip_covered=True, show_missing=True)
-        self._told = table.getvalue()
+        self._report = table.getvalue()
         if share < 100:
-            self._told += "\nFAILED: no watched test runs these lines; write one, or watch its file"
+            self._report += "\nFAILED: no measured test runs these lines: add one to WATCHED"
             if session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._told:
+        if self._report:
             terminalreporter.section("tools/coverage_gate.py: no branch without a test")
-            terminalreporter.write_line(self._told)
+            terminalreporter.write_line(self._report)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--only-watched", action="store_true", help="run no other tests")
+    parser.addoption(
+        "--only-watched", action="store_true", help="run only the tests that count for coverage"
+    )
 
 
-@pytest.hookimpl(tryfirst=True)  # before the lane chooses: with --rest, it keeps these
+@pytest.hookimpl(tryfirst=True)  # before the lane selects: --rest keeps these tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if item.nodeid.startswith(WATCHED):

@@ -1,12 +1,11 @@
-"""Build the site of the documentation, strictly: `python tools/docs.py [--serve]`.
+"""Build the documentation site in strict mode: `python tools/docs.py [--serve]`.
 
-It is in `build/site` then. A page that the navigation does not reach, a link that leads nowhere
-and a docstring that names arguments which there are not are errors, and so is what
-`tools/docs_site.py` finds in what was built. With `--serve` it is at http://127.0.0.1:8000 instead,
-and made anew whenever a page changes.
+Writes `build/site`. Errors are: a page missing from the navigation, a broken link, a docstring that
+documents arguments that do not exist, and any fault that `tools/docs_site.py` finds. With
+`--serve`, serves the site at http://127.0.0.1:8000 and rebuilds it when a page changes.
 
-Where the extra `docs` is not installed, its packages come into an environment of their own,
-`.venv-docs`. Where pip reaches no packages, it says so and ends with the status `NOT_INSTALLED`.
+If the extra `docs` is not installed, installs its packages into a separate environment,
+`.venv-docs`. Without access to packages, exits with status `NOT_INSTALLED`.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ NEEDED = ("mkdocs-material", "mkdocstrings", "mkdocstrings-python", "ruff")
 
 
 def is_installed() -> bool:
-    """Whether this Python has the packages."""
+    """Return True if this Python has the packages."""
     return all(importlib.util.find_spec(name) for name in IMPORTED)
 
 
 def interpreter(place: Path = PLACE) -> Path:
-    """A Python that has the packages. Raises RuntimeError where they cannot be had."""
+    """Return a Python that has the packages. Raises RuntimeError if they cannot be installed."""
     if is_installed():
         return Path(sys.executable)
     environments.make(place, pinned(NEEDED, CONSTRAINTS.read_text()), constrained=True)
@@ -42,7 +41,7 @@ def interpreter(place: Path = PLACE) -> Path:
 
 def mkdocs(python: Path, *words: str) -> int:
     command = [python, "-m", "mkdocs", *words, "-f", ROOT / "tools" / "mkdocs.yml"]
-    # mkdocstrings lays signatures out with the ruff that is on the path.
+    # mkdocstrings formats signatures with the ruff on the path.
     path = f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
     environment = {**os.environ, "PATH": path, "NO_MKDOCS_2_WARNING": "1"}
     return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
@@ -50,7 +49,9 @@ def mkdocs(python: Path, *words: str) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--serve", action="store_true", help="show it while you write")
+    parser.add_argument(
+        "--serve", action="store_true", help="serve the site and rebuild it on changes"
+    )
     chosen = parser.parse_args()
     try:
         python = interpreter()

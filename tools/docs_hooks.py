@@ -1,8 +1,8 @@
-"""What the site has beside the files of docs/: mkdocs calls these (see mkdocs.yml).
+"""mkdocs hooks that add pages to the site beside those of docs/ (see mkdocs.yml).
 
-- `start.md` is README.md, whose links lead out of the folder above docs/.
-- Files of the repository that pages link to, such as tests, are in `source/`, as they are.
-- In the navigation, `decisions/` stands for all pages of that folder, the index first.
+- `start.md` is README.md, with its links adjusted to docs/.
+- Repository files that pages link to, such as tests, are copied to `source/`.
+- In the navigation, `decisions/` expands to all pages of that folder, with the index first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = re.compile(
     r"(?P<before>\]\(|^\[\w+\]: )(?P<up>(?:\.\./)+)(?P<path>[\w./-]+)", re.MULTILINE
 )
-"""A link that leads up, from wherever in docs/."""
+"""A link that leads out of a folder of docs/."""
 
 
 def on_config(config: Any) -> Any:
@@ -50,13 +50,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def _outside(page: File) -> list[str]:
-    """The files of the repository that a page links to, but for README.md."""
+    """Return the repository files that a page links to, except README.md."""
     found = (_path_outside(page, match) for match in OUTSIDE.finditer(page.content_string))
     return [path for path in found if path not in (None, "README.md")]
 
 
 def _path_outside(page: File, match: re.Match[str]) -> str | None:
-    """What a link leads to, from the root of the repository; None if that is in docs/."""
+    """Return the target of a link, relative to the repository; None if it is in docs/."""
     ups, depth = match["up"].count("../"), page.src_uri.count("/")
     return match["path"] if ups > depth else None
 

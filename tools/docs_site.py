@@ -1,13 +1,13 @@
-"""Look whether the site of the documentation is whole: `python tools/docs_site.py [build/site]`.
+"""Check the built documentation site: `python tools/docs_site.py [build/site]`.
 
-mkdocs looks at the Markdown files. This looks at what a reader gets:
+mkdocs checks the Markdown files; this checks the HTML:
 
 - the navigation of the first page reaches every page;
-- every link inside of the site leads to a file, and to an anchor that is in it;
-- nothing is fetched from elsewhere: no script, style, picture or font;
-- the search finds every public name, under its place in the reference.
+- every internal link leads to an existing file and anchor;
+- nothing is fetched from other hosts: no script, style, image or font;
+- the search finds every public name in the reference.
 
-`tools/docs.py` calls it when it has built the site.
+`tools/docs.py` runs it after building the site.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ FETCHES = {
     "source": ("src",),
     "video": ("src",),
 }
-"""Which attributes of which elements a browser fetches by itself; `link` depends on its `rel`."""
+"""Attributes that a browser fetches automatically, by element; `link` depends on its `rel`."""
 
 FETCHED_RELATIONS = {"icon", "stylesheet", "preload", "modulepreload", "preconnect", "manifest"}
 
 LOST = "404.html"
-"""Shown for any address, so that it is no page of its own and its links begin at the root."""
+"""The error page. It is served at any address, so its links start at the root."""
 
 
 class Page(HTMLParser):
-    """What one page links to, what it fetches, which anchors it has, what its navigation has."""
+    """The links, fetches, anchors and navigation entries of one page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Page(HTMLParser):
 
 @dataclass
 class Site:
-    """The files of a built site, by their paths from its root."""
+    """The files of a built site, by path relative to its root."""
 
     root: Path
     pages: dict[str, Page] = field(init=False)
@@ -89,51 +89,51 @@ class Site:
 
     @cached_property
     def search(self) -> dict[str, str]:
-        """The title of each entry of the search, by where it leads."""
+        """Return the title of each search entry, by its target."""
         index = json.loads((self.root / "search" / "search_index.json").read_text(encoding="utf-8"))
         return {entry["location"]: entry["title"] for entry in index["docs"]}
 
-    def unreached(self) -> list[str]:
-        """The pages that the navigation of the first page does not reach."""
+    def unreachable_pages(self) -> list[str]:
+        """Return the pages that the navigation of the first page does not reach."""
         reached = {
             self._target("index.html", link)[0] for link in self.pages["index.html"].navigation
         }
         return sorted(set(self.pages) - reached - {LOST, "index.html"})
 
-    def broken(self) -> list[str]:
-        """Links and fetches that lead to no file of the site, or to no anchor of it."""
+    def broken_links(self) -> list[str]:
+        """Return the links and fetches without an existing file or anchor."""
         return [
             f"{page}: {link}"
             for page, parsed in self.pages.items()
             for link in (*parsed.links, *parsed.fetched)
-            if not is_elsewhere(link) and not self._leads_somewhere(page, link)
+            if not is_external(link) and not self._is_valid_link(page, link)
         ]
 
-    def foreign(self) -> list[str]:
-        """What a browser would fetch from elsewhere."""
+    def external_fetches(self) -> list[str]:
+        """Return the fetches from other hosts."""
         return [
             f"{page}: {link}"
             for page, parsed in self.pages.items()
             for link in parsed.fetched
-            if is_elsewhere(link) and not link.startswith("data:")
+            if is_external(link) and not link.startswith("data:")
         ]
 
-    def not_found_by_search(self, names: list[str]) -> list[str]:
-        """Those public names for which the search has no entry at their anchor in the reference."""
+    def missing_from_search(self, names: list[str]) -> list[str]:
+        """Return the names without a search entry at their anchor in the reference."""
         anchors = {
             location.partition("#")[2] for location in self.search if "reference/" in location
         }
         found = {re.sub(r"^tierstore\.(errors\.|types\.)?", "", anchor) for anchor in anchors}
         return [name for name in names if name not in found]
 
-    def _leads_somewhere(self, page: str, link: str) -> bool:
+    def _is_valid_link(self, page: str, link: str) -> bool:
         path, anchor = self._target(page, link)
         if not (self.root / path).is_file():
             return False
         return not anchor or path not in self.pages or anchor in self.pages[path].anchors
 
     def _target(self, page: str, link: str) -> tuple[str, str]:
-        """The file, from the root of the site, and the anchor that a link of a page leads to."""
+        """Return the file, relative to the root of the site, and the anchor of a link."""
         base = "/" if page == LOST else f"/{page}"
         path, anchor = urldefrag(urljoin(base, link))
         path = unquote(urlsplit(path).path).lstrip("/")
@@ -142,13 +142,13 @@ class Site:
         return path, unquote(anchor)
 
 
-def is_elsewhere(link: str) -> bool:
-    """Whether a link leaves the site."""
+def is_external(link: str) -> bool:
+    """Return True if a link leaves the site."""
     return bool(urlsplit(link).scheme or urlsplit(link).netloc)
 
 
 def public_names(package: Path = ROOT / "tierstore") -> list[str]:
-    """Read the names of the public modules without importing them: torch need not be here."""
+    """Read the names of the public modules without importing them, since torch may be missing."""
     found: list[str] = []
     for module in ("__init__.py", "errors.py", "types.py"):
         names = assigned((package / module).read_text(encoding="utf-8"), "__all__")
@@ -159,20 +159,20 @@ def public_names(package: Path = ROOT / "tierstore") -> list[str]:
 
 
 def faults(root: Path, names: list[str]) -> list[str]:
-    """What is wrong with a built site, a line each."""
+    """Return the faults of a built site, one line each."""
     site = Site(root)
     return [
-        *(f"the navigation does not reach {page}" for page in site.unreached()),
-        *(f"leads nowhere: {link}" for link in site.broken()),
-        *(f"is fetched from elsewhere: {link}" for link in site.foreign()),
-        *(f"the search does not find {name}" for name in site.not_found_by_search(names)),
+        *(f"the navigation does not reach {page}" for page in site.unreachable_pages()),
+        *(f"broken link: {link}" for link in site.broken_links()),
+        *(f"fetched from another host: {link}" for link in site.external_fetches()),
+        *(f"the search does not find {name}" for name in site.missing_from_search(names)),
     ]
 
 
 def report(root: Path, names: list[str] | None = None) -> int:
-    """Print what is wrong with a built site, or that nothing is, and return the exit status.
+    """Print the faults of a built site, if any, and return the exit status.
 
-    The search has to find `names`: the package's public ones, unless others are passed.
+    The search must find `names` (default: the package's public names).
     """
     found = faults(root, public_names() if names is None else names)
     print("\n".join(found) or f"{root}: every link, every page and every public name is found")

@@ -1,14 +1,13 @@
-"""How long each test takes, so that the default lane stays quick.
+"""Measure the duration of each test, to keep the default lane quick.
 
-`python tools/durations.py [--full]` runs a lane in two processes, one for each core, and writes
-`tests/durations.json`: for each test function that took a second or more, the seconds of its
-slowest case, with its setup. Run it on a machine that does nothing else. A test that took more
-than `MOST` seconds is measured again, alone, and counts with what it took then.
+`python tools/durations.py [--full]` runs a lane in two processes and writes `tests/durations.json`:
+for each test function of a second or more, the seconds of its slowest case, including setup. Run it
+on an idle machine. A test of more than `MOST` seconds is measured again, alone, and that time
+counts.
 
-As a pytest plugin, which `tools/check.py` loads, it names after a run of the default lane each test
-that was never measured and took more than `MOST` seconds. Only measured times are judged, by
-tests/architecture/test_lanes.py: a busy machine makes any test slow, so that a run by itself proves
-nothing.
+As a pytest plugin, which `tools/check.py` loads, it lists unmeasured tests that took more than
+`MOST` seconds in a run of the default lane. Only measured times fail a check (in
+tests/architecture/test_lanes.py), because any test is slow on a busy machine.
 """
 
 from __future__ import annotations
@@ -29,29 +28,29 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "tests" / "durations.json"
-JUDGED = "tests/architecture/test_lanes.py::test_no_test_of_the_default_lane_is_slow"
-"""The test that looks at the file. It is not run while the file is made anew."""
+JUDGED = "tests/architecture/test_lanes.py::test_default_lane_has_no_slow_test"
+"""The test that reads the file. It does not run while the file is being rewritten."""
 MOST = 5.0
-"""Seconds that a test of the default lane may take."""
+"""Longest test of the default lane, in seconds."""
 KEPT = 1.0
-"""Seconds from which on the file has a test."""
+"""Seconds. Shorter tests are not recorded in the file."""
 
 Seconds = dict[str, float]
 
 
 def measured(lane: str) -> Seconds:
-    """What the file says of a lane: seconds by test function."""
+    """Return the recorded seconds of a lane, by test function."""
     return dict(json.loads(FILE.read_text())[lane]["tests"]) if FILE.exists() else {}
 
 
 def too_slow(tests: Mapping[str, float]) -> list[str]:
-    """A line for each test that takes longer than the default lane allows, the slowest first."""
+    """Return a line for each test that exceeds the limit of the default lane, slowest first."""
     slow = sorted((seconds, name) for name, seconds in tests.items() if seconds > MOST)
     return [f"{name} takes {seconds:.1f} s, more than {MOST:g}" for seconds, name in reversed(slow)]
 
 
 class Recorder:
-    """As a pytest plugin: how long each case took, all its phases together."""
+    """A pytest plugin that records the duration of each case, over all its phases."""
 
     def __init__(self) -> None:
         self.cases: Seconds = defaultdict(float)
@@ -60,7 +59,7 @@ class Recorder:
         self.cases[report.nodeid] += report.duration
 
     def functions(self) -> Seconds:
-        """The slowest case of each test function."""
+        """Return the seconds of the slowest case of each test function."""
         found: Seconds = {}
         for case, seconds in self.cases.items():
             function = case.partition("[")[0]
@@ -69,7 +68,7 @@ class Recorder:
 
 
 class Notice(Recorder):
-    """Names each slow test that the file does not know."""
+    """Lists slow tests that are not in the file."""
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         known = measured("default")
@@ -91,7 +90,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Measure how long each test takes.")
-    parser.add_argument("--full", action="store_true", help="those of the full lane")
+    parser.add_argument("--full", action="store_true", help="measure the full lane")
     full = parser.parse_args().full
     os.chdir(ROOT)
     recorder, started = Recorder(), time.monotonic()
@@ -107,7 +106,7 @@ def main() -> int:
 
 
 def alone(found: Seconds, options: list[str]) -> Seconds:
-    """How long those take that were too slow beside others, each by itself."""
+    """Measure again, alone, the tests that were too slow in parallel. Return their seconds."""
     slow = [name for name, seconds in found.items() if seconds > MOST]
     recorder = Recorder()
     if slow:

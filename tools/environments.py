@@ -1,7 +1,7 @@
-"""Environments beside the one that runs the tests, for tests that need other packages.
+"""Separate virtual environments for checks that need other packages.
 
-Each is in a folder of its own, and is made anew where it does not have the packages that it should.
-Where pip reaches none, nothing that needs them is said to work.
+Each is in its own folder, and is recreated if its packages are not the required ones. Without
+access to packages, such checks are reported as not run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 NOT_INSTALLED = os.EX_UNAVAILABLE
-"""The exit status where packages are not to be had: no test has passed, and none has failed."""
+"""Exit status if packages cannot be installed: nothing was tested."""
 
 MOST_SECONDS = 900
-"""An installation that takes longer is given up."""
+"""Time limit of an installation, in seconds."""
 
 
 def pinned(names: Iterable[str], constraints: str) -> list[str]:
-    """`name==version` for each, as constraints have it. Raises ValueError if one is not there."""
+    """Return `name==version` of each, from constraints. Raises ValueError if one is missing."""
     versions = dict(re.findall(r"^([\w-]+)==(\S+)$", constraints, re.MULTILINE))
     missing = [name for name in names if name not in versions]
     if missing:
@@ -45,18 +45,17 @@ def make(
     constrained: bool = False,
     python: Path | None = None,
 ) -> None:
-    """An environment with these packages; with `ours_too`, beside all that this one has.
+    """Create an environment with these packages. Raises RuntimeError if that fails.
 
-    With `constrained`, what they bring along has the versions of `tools/constraints.txt`, too. It
-    is one of this Python, or of `python`.
-    Raises RuntimeError where it cannot be made.
+    With `ours_too`, it also has all packages of the current one. With `constrained`, dependencies
+    have the versions of `tools/constraints.txt`. It uses this Python, unless `python` is given.
     """
     stamp = place / "complete"
     wanted = "\n".join([*packages, *([CONSTRAINTS.read_text()] if constrained else [])])
     if stamp.exists() and stamp.read_text() == wanted:
         return
     shutil.rmtree(place, ignore_errors=True)
-    # Most modules of what is installed are never imported: those that are get compiled then.
+    # Most installed modules are never imported, so compile on import only.
     command = [place / "bin" / "python", "-m", "pip", "install", "-q", "--no-compile"]
     if ours_too:
         command.append("--no-deps")
@@ -72,13 +71,13 @@ def make(
         subprocess.run([*command, *packages], check=True, timeout=MOST_SECONDS)
     except subprocess.SubprocessError as error:
         raise RuntimeError(
-            f"{', '.join(packages)} could not be installed into {place}: without that nobody knows "
-            "whether it works (is there a network?)"
+            f"{', '.join(packages)} could not be installed into {place}, so nothing was tested: "
+            "check the network"
         ) from error
     stamp.write_text(wanted)
     print(f"{place.name} was made in {time.monotonic() - began:.0f} s", flush=True)
 
 
 def without_workers() -> dict[str, str]:
-    """The environment variables, but for those that make a process one of pytest's workers."""
+    """Return the environment variables without those that mark a pytest-xdist worker."""
     return {name: text for name, text in os.environ.items() if "XDIST" not in name}

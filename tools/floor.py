@@ -1,14 +1,14 @@
-"""Run a small set of tests with the oldest torch that the package says it works with.
+"""Run the tests marked `floor` with the oldest supported torch.
 
     python tools/floor.py [-- ARGUMENTS FOR PYTEST]
 
-`pyproject.toml` names it (`torch>=X`); nothing else does. The tests are those marked `floor`, where
-they stand. They run in an environment of its own, `.venv-floor`, which is made anew where it is not
-of that torch; the other packages have the versions of `tools/constraints.txt`.
+The version is that of `torch>=X` in `pyproject.toml`. The tests run in a separate environment,
+`.venv-floor`, which is recreated if it has another torch. Other packages have the versions of
+`tools/constraints.txt`.
 
-Where pip reaches no packages, it says so and ends with the status `NOT_INSTALLED`: what was not
-tested is not said to work. torch's ordinary build of 2.8 for Linux comes with CUDA's libraries:
-3.6 GB to fetch, 7 GB unpacked, which took three minutes; the tests take one.
+Without access to packages, exits with status `NOT_INSTALLED`. torch's standard build of 2.8 for
+Linux includes the CUDA libraries: 3.6 GB to download, 7 GB installed, which took three minutes. The
+tests take one minute.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ NEEDED = (
 
 
 def oldest_torch(text: str) -> str:
-    """The version that a pyproject.toml asks for at least."""
+    """Return the minimum torch version in a pyproject.toml."""
     found = re.search(r'"torch>=([\d.]+)"', text)
     if found is None:
-        raise ValueError("pyproject.toml does not say torch>=X")
+        raise ValueError("pyproject.toml does not contain torch>=X")
     version = found[1]
     return version if version.count(".") > 1 else f"{version}.0"
 
 
 def marked_files(tests: Path) -> list[Path]:
-    """The files with tests that are marked. Others are not even imported: they need more."""
+    """Return the files with marked tests. Others may need more packages, so do not import them."""
     found = sorted(tests.rglob("test_*.py"))
     return [file for file in found if MARK.search(file.read_text(encoding="utf-8"))]
 
 
 def make(place: Path, torch: str) -> None:
-    """An environment with this torch. Raises RuntimeError where it cannot be made."""
+    """Create an environment with this torch. Raises RuntimeError if that fails."""
     packages = pinned(NEEDED, (ROOT / "tools" / "constraints.txt").read_text())
     environments.make(place, [f"torch=={torch}", *packages])
 
 
 def run_marked(python: Path, words: Sequence[str]) -> int:
-    """Run the tests that are marked with the packages of this interpreter."""
+    """Run the marked tests with the packages of this interpreter."""
     command = [python, "-m", "pytest", "-q", "-m", "floor", "-p", "no:cacheprovider", *words]
     command += marked_files(ROOT / "tests")
     return subprocess.run(command, cwd=ROOT, env=without_workers(), check=False).returncode
@@ -72,7 +72,7 @@ def run_marked(python: Path, words: Sequence[str]) -> int:
 
 def main(words: Sequence[str] | None = None, place: Path = PLACE) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", help="more arguments for pytest")
+    parser.add_argument("words", nargs="*", help="arguments for pytest")
     options = parser.parse_args(words)
     torch = oldest_torch((ROOT / "pyproject.toml").read_text())
     try:

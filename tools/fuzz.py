@@ -1,22 +1,22 @@
-"""Coverage-guided fuzzing of everything that reads what somebody else may have written.
+"""Coverage-guided fuzzing of all readers of untrusted files.
 
     python tools/fuzz.py header -runs=200000
     python tools/fuzz.py header -max_total_time=120 some/corpus
 
-The options are those of libFuzzer. It needs `pip install atheris`, which nothing else here needs.
-Without a directory for its corpus it begins with seeds of its own, in a temporary directory. It
-ends with an error, and leaves the input in a file `crash-*`, when a promise is broken:
+Options are those of libFuzzer. Requires `pip install atheris`. Without a corpus directory, starts
+from built-in seeds in a temporary directory. If a property fails, exits with an error and leaves
+the input in a file `crash-*`:
 
-- `header`: an input is a whole safetensors file. What this library accepts, safetensors must
-  accept, and find the same tensors in; what it refuses, it must refuse with an error that names the
-  file. The length in the first eight bytes is mostly made to fit, or few inputs would come further.
-- `object`: an input is the header of an object file, which is given the checksum that it should
-  have: so it is the work of somebody hostile. Whatever is accepted must be possible: every tensor
-  lies inside its block, and safetensors finds the blocks that the header names.
-- `index`: an input is `model.safetensors.index.json`. It names files of its own directory, or it is
-  refused with an error that names it. Where it is JSON, all files that it names are found.
-- `marker`: an input is STORE.json or LOCK. The marker is of this format, or refused with an error
-  that names it. Whatever is in LOCK, a message can name the owner.
+- `header`: the input is a whole safetensors file. If this library accepts it, safetensors must
+  accept it and find the same tensors; if it rejects it, the error must name the file. The length in
+  the first eight bytes is mostly corrected, or few inputs would get past it.
+- `object`: the input is the header of an object file, with its checksum corrected, as an attacker
+  would. If it is accepted, every tensor must lie inside its block, and safetensors must find the
+  blocks that the header names.
+- `index`: the input is `model.safetensors.index.json`. It must name files of its directory, or be
+  rejected with an error that names it. If it is JSON, all files that it names must be found.
+- `marker`: the input is STORE.json or LOCK. The marker must have this format, or be rejected with
+  an error that names it. For any content of LOCK, a message must be able to name the owner.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WATCHED = [
     "tierstore.system.objects",
     "tierstore.system.locking",
 ]
-"""Modules whose lines tell inputs apart."""
+"""Modules whose coverage guides the fuzzer."""
 
 with atheris.instrument_imports(include=WATCHED):
     from tests.faults.mutating import LENGTH_BYTES, Mutant, Seed, file_of, sealed, seeds
@@ -89,7 +89,7 @@ def check_index(raw: bytes) -> None:
     assert {Path(path).parent for path in found} == {PLACE}, found
     try:
         document = json.loads(raw)
-    except (ValueError, RecursionError):  # other members are passed over, not understood
+    except (ValueError, RecursionError):  # other members are skipped, not parsed
         return
     named = set(document["weight_map"].values())
     assert {Path(path).name for path in found} >= named, (found, named)
@@ -130,7 +130,7 @@ FUZZERS: dict[str, tuple[Callable[[bytes], None], list[bytes]]] = {
 
 
 def main() -> None:
-    """Fuzz until libFuzzer has had enough. Does not return."""
+    """Fuzz until libFuzzer ends the process. Does not return."""
     if sys.argv[1:2] not in [[name] for name in FUZZERS]:
         sys.exit(f"{__doc__}\nName one of: {', '.join(FUZZERS)}")
     program, name, *words = sys.argv

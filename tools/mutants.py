@@ -1,6 +1,6 @@
-"""Every small fault that `tools/mutate.py` seeds into a module: one change of its syntax tree each.
+"""Generates the mutants for `tools/mutate.py`: one change of a module's syntax tree each.
 
-Left alone are: documentation, annotations, texts of errors, and imports.
+Documentation, annotations, error messages and imports are not mutated.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SILENT = ("annotation", "returns", "type_params", "bases")
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: in which `place` of the tree (see `sites`) which of the other nodes stands."""
+    """One fault: the index of its site (`place`, see `sites`) and of its replacement."""
 
     path: str
     place: int
@@ -58,7 +58,7 @@ class Mutant:
 
 @dataclass(frozen=True)
 class Site:
-    """Where a node is, so that it can be replaced."""
+    """The location of a node in the tree, where it can be replaced."""
 
     parent: ast.AST
     field: str
@@ -80,7 +80,7 @@ class Site:
 
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
-    """All of a module's mutants, in the order of its text."""
+    """Return all mutants of a module, in source order."""
     found = []
     for place, site in enumerate(sites(ast.parse(source))):
         for choice, other in enumerate(others(site)):
@@ -93,7 +93,7 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
 
 
 def mutated(source: str, mutant: Mutant) -> ast.Module:
-    """The module's tree with the fault in it."""
+    """Return the module's tree with the fault applied."""
     tree = ast.parse(source)
     site = list(sites(tree))[mutant.place]
     site.put(list(others(site))[mutant.choice])
@@ -101,7 +101,7 @@ def mutated(source: str, mutant: Mutant) -> ast.Module:
 
 
 def sites(tree: ast.Module) -> Iterator[Site]:
-    """Every node that could be replaced, always in the same order."""
+    """Yield every node that can be replaced, in a deterministic order."""
     yield from _below(tree, None, (), "")
 
 
@@ -126,7 +126,7 @@ def _below(
 
 
 def _is_silent(node: ast.AST) -> bool:
-    """What is for readers: documentation, text for messages, imports for annotations."""
+    """Return True for documentation, message texts and imports for annotations."""
     if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
         return True
     text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
@@ -134,7 +134,7 @@ def _is_silent(node: ast.AST) -> bool:
 
 
 def lines_of(site: Site) -> tuple[int, int]:
-    """The lines of its statement, or of the head of it."""
+    """Return the first and last line of a site's statement, or of the statement's head."""
     statement = site.statement
     if statement is None:
         return 0, 0
@@ -146,7 +146,7 @@ def lines_of(site: Site) -> tuple[int, int]:
 
 
 def others(site: Site) -> Iterator[ast.AST]:
-    """Yield the nodes that may stand there instead."""
+    """Yield the possible replacements of a node."""
     yield from _operations(site.node)
     yield from _values(site)
     yield from _statements(site.node)
@@ -197,7 +197,7 @@ def _statements(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Pass()
         case ast.If() | ast.While() | ast.IfExp() | ast.Assert() if not isinstance(
             node.test, ast.Compare | ast.BoolOp | ast.UnaryOp
-        ):  # the other branch, as the condition has no operator that could be changed instead
+        ):  # swap branches, as the condition has no operator to mutate
             yield _changed(node, test=ast.UnaryOp(ast.Not(), node.test))
 
 
@@ -209,7 +209,7 @@ def _changed(node: ast.AST, **fields: object) -> ast.AST:
 
 
 def _is_for_readers(text: str, site: Site) -> bool:
-    """Whether a text is that of an error (raised, or in the head of a `with`) or enumeration."""
+    """Return True if a text is an error message or the value of an enumeration member."""
     if isinstance(site.statement, ast.With | ast.Raise | ast.Assert):
         return True
     return isinstance(site.statement, ast.Assign) and " " in text and not site.function

@@ -1,10 +1,10 @@
-"""Seed small faults into the modules that decide and that keep bytes, and see who notices.
+"""Mutation testing of the planner and of the modules that store bytes.
 
 `python -m tools.mutate DIRECTORY [--share 0.3] [--seed 1] [MODULE ...]` copies the tree into
-DIRECTORY and works there only. It first runs the tests below once, and notes which test runs which
-line. Then it runs, for each mutant (tools/mutants.py), the tests that run its lines, quickest
-first, until one fails or takes far too long. `results.jsonl` there gets a line for each mutant; the
-same command goes on where it stopped. It ends with a table, and the mutants that nobody noticed.
+DIRECTORY and works only there. It runs the tests below once, recording the lines that each runs.
+Then, for each mutant (tools/mutants.py), it runs the tests that cover its lines, quickest first,
+until one fails or takes far too long. Each result is a line of `results.jsonl`; running the same
+command again resumes. At the end, it prints a table and the surviving mutants.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from tools.mutants import Mutant, mutants_of, mutated
 
 ROOT = Path(__file__).resolve().parent.parent
 
-RANDOM = "tests/histories/test_planner_histories.py::test_every_promise_holds_in_random_histories"
+RANDOM = "tests/histories/test_planner_histories.py::test_random_histories_keep_every_promise"
 HISTORIES = ["tests/histories/test_known_faults.py", f"{RANDOM}[next-use]", f"{RANDOM}[lru]"]
 PLAN = ["tests/plan", "tests/conformance", *HISTORIES, "tests/simulation/test_simulation.py"]
-# Others of these let a process die at each of its system calls: too slow for thousands of mutants.
+# The other fault tests kill a process at each system call: too slow for thousands of mutants.
 DIRECTORY = [
     f"tests/tiers/test_directory.py::test_{name}"
     for name in (
-        "what_a_commit_says_would_survive_a_power_cut",
-        "the_object_is_a_safetensors_file_whose_data_begins_at_a_page",
-        "the_last_of_two_puts_stays",
-        "several_threads_commit_at_once",
-        "nobody_else_may_look",
-        "a_link_in_the_place_of_a_part_is_not_followed",
+        "commit_report_matches_a_power_cut",
+        "object_is_a_safetensors_file_with_page_aligned_data",
+        "two_puts_keep_the_last",
+        "concurrent_commits_succeed",
+        "directory_is_private_to_its_user",
+        "symlinked_part_is_not_followed",
         "links_below_objects_are_not_followed",
-        "what_is_not_ours_is_left_alone",
-        "a_directory_of_another_format_is_refused_and_left_as_it_is",
-        "one_live_store_holds_the_directory",
-        "a_damaged_object_is_told_and_costs_its_own_key_only",
+        "foreign_files_are_left_alone",
+        "directory_of_another_format_raises_and_is_kept",
+        "directory_has_one_live_store",
+        "damaged_object_costs_its_own_key_only",
     )
 ]
 FILES = [
@@ -70,7 +70,7 @@ FILE_MODULES = (
     "tiers/directory system/files system/file_table system/locking system/objects"
 )
 PLAN_MODULES = (
-    "copies eviction fallback_orders hint_events known_events lease_events movement "
+    "copies eviction fallback_orders hint_events registration_events lease_events movement "
     "planner policy prefetch records requests schedule transfer_events use_history"
 )
 TARGETS: dict[str, list[str]] = {
@@ -79,7 +79,7 @@ TARGETS: dict[str, list[str]] = {
 }
 COPIED = ["tierstore", "tests", "tools", "docs", "pyproject.toml", "README.md"]
 LONGEST = 60.0
-"""Seconds of tests for one mutant; the slowest of those that could notice it are left out."""
+"""Time limit of the tests for one mutant, in seconds; slower tests are left out."""
 MEMORY = 8 << 30
 KILLED, SURVIVED, SLOW, UNTESTED = "killed", "survived", "too slow", "untested"
 QUIET = ["-q", "-x", "-p", "no:cacheprovider", "--basetemp=basetemp"]
@@ -88,7 +88,7 @@ Result = dict[str, Any]
 
 
 class Contexts:
-    """As a pytest plugin: notes how long each test takes, and which lines it runs."""
+    """A pytest plugin that records the duration and the covered lines of each test."""
 
     def __init__(self) -> None:
         self.times: dict[str, float] = {}
@@ -121,15 +121,15 @@ def note_lines(tests: Sequence[str], into: Path) -> None:
     """Run the tests once. Ends the process if one fails."""
     contexts = Contexts()
     if status := pytest.main([*QUIET, *tests], plugins=[contexts]):
-        sys.exit(f"without any mutant, pytest ends with {status!r}")
+        sys.exit(f"without any mutant, pytest exits with {status!r}")
     into.write_text(json.dumps({"times": contexts.times, "lines": contexts.lines()}))
 
 
 def tests_of(mutant: Mutant, noted: Any, successes: Mapping[str, int]) -> list[str]:
-    """Return the tests that run the lines of a mutant, as many as the time allows.
+    """Return the tests that cover the lines of a mutant, as many as the time limit allows.
 
-    Those that noticed others before come first, then the quickest. Outside of functions, every test
-    that runs anything of the module counts.
+    Tests that detected other mutants come first, then the quickest. For a mutant outside functions,
+    all tests that cover any line of the module count.
     """
     last = max(mutant.line, mutant.last_line)
     at = range(mutant.line, last + 1) if mutant.function else range(10**6)
@@ -145,7 +145,7 @@ def tests_of(mutant: Mutant, noted: Any, successes: Mapping[str, int]) -> list[s
 
 
 def judge(mutant: Mutant, noted: Any, successes: Counter[str]) -> Result:
-    """Run the tests of a mutant, in a process whose module has the fault."""
+    """Run the tests of a mutant in a process whose module has the fault."""
     tests = tests_of(mutant, noted, successes)
     path, began, status, by = Path(mutant.path), time.monotonic(), UNTESTED, ""
     if tests:
@@ -189,7 +189,7 @@ def read(results: Path) -> list[Result]:
 
 
 def report(results: Sequence[Result]) -> None:
-    """Print how many mutants of each module were noticed, and those that were not."""
+    """Print the detected share of each module's mutants, and the surviving mutants."""
     for path in sorted({r["path"] for r in results}):
         seen = Counter(r["status"] for r in results if r["path"] == path)
         noticed = seen[KILLED] + seen[SLOW]
@@ -201,7 +201,7 @@ def report(results: Sequence[Result]) -> None:
 
 
 def copy_tree(directory: Path) -> None:
-    """Copy the tree as it is now, unless there is a copy already."""
+    """Copy the current tree, unless there is a copy already."""
     if directory.exists():
         return
     directory.mkdir(parents=True)
@@ -214,10 +214,17 @@ def copy_tree(directory: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Seed small faults and see who notices.")
+    parser = argparse.ArgumentParser(description="Mutation testing.")
     parser.add_argument("directory", type=Path)
-    parser.add_argument("modules", nargs="*", help="those with this in their path; or else all")
-    parser.add_argument("--share", type=float, default=1.0, help="of the mutants, drawn at random")
+    parser.add_argument(
+        "modules", nargs="*", help="modules whose path contains this (default: all)"
+    )
+    parser.add_argument(
+        "--share",
+        type=float,
+        default=1.0,
+        help="random share of the mutants to test (default: 1.0)",
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only-report", action="store_true")
     options = parser.parse_args()
@@ -229,14 +236,14 @@ def main() -> None:
         os.chdir(options.directory)
         noted = Path("noted.json").absolute()
         if not noted.exists():
-            child = os.fork()  # what the tests import is of the copy, and stays there
+            child = os.fork()  # imports of the copied modules stay in the child
             if child == 0:
                 sys.path.insert(0, os.getcwd())
                 note_lines(sorted({test for path in modules for test in TARGETS[path]}), noted)
                 os._exit(0)
             os.waitpid(child, 0)
         every = [m for path in modules for m in mutants_of(path, Path(path).read_text())]
-        # In random order: a run that is stopped early has a fair sample, too.
+        # In random order, so that an interrupted run is a fair sample.
         chosen = random.Random(options.seed).sample(every, round(options.share * len(every)))
         run_all(chosen, json.loads(noted.read_text()), results)
     report(read(results))

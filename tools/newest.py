@@ -1,12 +1,12 @@
-"""Run the tests marked `floor` with the newest Python that the package says it works with.
+"""Run the tests marked `floor` with the newest supported Python.
 
     python tools/newest.py [-- ARGUMENTS FOR PYTEST]
 
-The classifiers of `pyproject.toml` name it. It is `python3.X` on the path, or one of pyenv's. The
-tests run in an environment of its own, `.venv-newest`, with the versions of
-`tools/constraints.txt`. Where there is no such Python, or pip reaches no packages, it says so and
-ends with the status `NOT_INSTALLED`. Only the long lane runs this: where there is no build of torch
-for a CPU, CUDA's libraries come along, as they do for tools/floor.py.
+The version is the newest in the classifiers of `pyproject.toml`; its interpreter is `python3.X` on
+the path or one of pyenv's. The tests run in a separate environment, `.venv-newest`, with the
+versions of `tools/constraints.txt`. Without such a Python or access to packages, exits with status
+`NOT_INSTALLED`. Only the long lane runs this, because torch without a CPU-only build includes the
+CUDA libraries, as for tools/floor.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PLACE = ROOT / ".venv-newest"
 
 
 def named_pythons(text: str) -> list[str]:
-    """The versions that the classifiers of a pyproject.toml name, the oldest first."""
+    """Return the Python versions in the classifiers of a pyproject.toml, oldest first."""
     found = re.findall(r"Python :: (3\.\d+)", text)
     return sorted(found, key=lambda version: int(version.partition(".")[2]))
 
@@ -39,7 +39,7 @@ def newest_python(text: str) -> str:
 
 
 def interpreter(version: str) -> Path | None:
-    """A Python of this version that runs; None if there is none."""
+    """Return a working Python of this version, or None."""
     name = f"python{version}"
     pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     candidates = [shutil.which(name), *sorted(pyenv.glob(f"versions/{version}.*/bin/{name}"))]
@@ -59,12 +59,12 @@ def main(
     find: Callable[[str], Path | None] = interpreter,
 ) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("words", nargs="*", help="more arguments for pytest")
+    parser.add_argument("words", nargs="*", help="arguments for pytest")
     options = parser.parse_args(words)
     version = newest_python((ROOT / "pyproject.toml").read_text())
     python = find(version)
     if python is None:
-        print(f"Python {version} is not here: nobody knows whether it works", file=sys.stderr)
+        print(f"Python {version} is not installed, so nothing was tested", file=sys.stderr)
         return NOT_INSTALLED
     try:
         packages = pinned(("torch", *NEEDED), CONSTRAINTS.read_text())

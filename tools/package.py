@@ -1,18 +1,18 @@
-"""Build what is published, look at it, and use it as a reader of README.md does.
+"""Build the distributions, check them, and run the README's quickstart with the wheel.
 
     python tools/package.py
 
-1. The source distribution is built from this folder, and the wheel from that.
-2. `twine check --strict` and `check-wheel-contents` find nothing. Each has the files that it should
-   have, and none that was made by running something.
-3. README.md, rendered as a package index does, has no link that only works beside other files, and
-   what it links to under the project's own address is in the source distribution.
-4. The wheel with the extra `diffusers` is installed into an empty environment, with the versions of
-   `tools/constraints.txt`. There, in an empty folder, run the commands and the Python blocks of the
+1. Builds the source distribution from this folder, and the wheel from it.
+2. Requires that `twine check --strict` and `check-wheel-contents` pass, and that each distribution
+   has all required files and no generated ones.
+3. Renders README.md as a package index does. Relative links are errors; links to the project's own
+   repository must lead to files of the source distribution.
+4. Installs the wheel with the extra `diffusers` into an empty environment, with the versions of
+   `tools/constraints.txt`. There, in an empty folder, runs the commands and Python blocks of the
    README's quickstart, on a small pipeline with random weights.
 
-The tools are in an environment of their own, `.venv-package`. Where pip reaches no packages, it
-says so and ends with the status `NOT_INSTALLED`.
+The build tools are in a separate environment, `.venv-package`. Without access to packages, exits
+with status `NOT_INSTALLED`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from tools.markdown_pages import anchors, code_blocks
 
 TOOLS = ROOT / ".venv-package"
 NEEDED = ("build", "check-wheel-contents", "hatchling", "readme_renderer", "twine")
-RENDERER = ("comrak",)  # what readme_renderer renders Markdown with
+RENDERER = ("comrak",)  # readme_renderer's Markdown backend
 
 SECONDS = 300
-"""For one command of the reader's; they take seconds."""
+"""Time limit of one command of the quickstart, which takes seconds."""
 
 EXPECTED = (
     "LICENSE",
@@ -57,7 +57,7 @@ EXPECTED = (
     "tools/check.py",
     "tools/constraints.txt",
 )
-"""What a source distribution must have, among others."""
+"""Required files of a source distribution, among others."""
 
 MADE = {"__pycache__", "build", "dist", "node_modules"}
 MADE_SUFFIXES = {".pyc", ".pyo", ".so", ".o", ".coverage"}
@@ -69,7 +69,7 @@ import pathlib, sys, tierstore
 assert pathlib.Path(tierstore.__file__).is_relative_to(sys.prefix), tierstore.__file__
 assert (pathlib.Path(tierstore.__file__).parent / "py.typed").is_file(), "no py.typed"
 assert dir(tierstore) == sorted([*tierstore.__all__, "errors", "types"]), dir(tierstore)
-assert "torch" not in sys.modules, "to import tierstore imports torch"
+assert "torch" not in sys.modules, "importing tierstore imports torch"
 for name in dir(tierstore):
     getattr(tierstore, name)
 print(tierstore.__version__)
@@ -77,36 +77,38 @@ print(tierstore.__version__)
 
 
 class Failed(Exception):
-    """What is published is not what it should be."""
+    """A check of the distributions or of the quickstart failed."""
 
 
-# What there is -----------------------------------------------------------------------------------
+# Contents -----------------------------------------------------------------------------------
 
 
-def was_made(path: str) -> bool:
-    """Whether running something has left this file, so that it is nothing to publish."""
+def is_generated(path: str) -> bool:
+    """Return True for a generated file, which must not be published."""
     parts = Path(path).parts
     hidden = any(part.startswith(".") and part not in (".gitignore", ".github") for part in parts)
     return hidden or bool(MADE & set(parts)) or Path(path).suffix in MADE_SUFFIXES
 
 
 def source_faults(names: Iterable[str]) -> list[str]:
-    """What is wrong with the files of a source distribution, by their paths from its folder."""
+    """Return the faults of a source distribution, given the relative paths of its files."""
     there = set(names)
     missing = [f"the source distribution lacks {name}" for name in EXPECTED if name not in there]
-    return missing + [f"nothing to publish: {name}" for name in sorted(there) if was_made(name)]
+    return missing + [
+        f"must not be published: {name}" for name in sorted(there) if is_generated(name)
+    ]
 
 
 def wheel_faults(names: Iterable[str], sources: Iterable[str]) -> list[str]:
-    """What is wrong with a wheel's files: it has the package's sources and its metadata only."""
+    """Return the faults of a wheel, which must contain only the package's sources and metadata."""
     there = {name for name in names if ".dist-info/" not in name}
     wanted = {name for name in sources if name.startswith("tierstore/")}
     lacks = [f"the wheel lacks {name}" for name in sorted(wanted - there)]
-    return lacks + [f"nothing to publish: {name}" for name in sorted(there - wanted)]
+    return lacks + [f"must not be published: {name}" for name in sorted(there - wanted)]
 
 
 class Links(HTMLParser):
-    """Where the links and pictures of a rendered page lead."""
+    """The targets of the links and images of a rendered page."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -118,26 +120,26 @@ class Links(HTMLParser):
 
 
 def description_faults(html: str, source: str, version: str, root: Path) -> list[str]:
-    """What is wrong with the links of README.md as a package index shows it.
+    """Return the broken links of README.md on a package index.
 
-    `source` is the address of the repository; a link below it has to be one to a file of `root` at
-    this version's tag, and to a heading of it, if it names one.
+    `source` is the address of the repository. A link below it must lead to a file of `root` at this
+    version's tag and, if it has an anchor, to a heading of that file.
     """
     found = []
     for link in Links(html).found:
         places = (f"{source}/blob/v{version}/", f"{source}/raw/v{version}/")
         place = next((place for place in places if link.startswith(place)), None)
         if place is not None:
-            if not leads_somewhere(root, link.removeprefix(place)):
-                found.append(f"leads nowhere: {link}")
+            if not is_valid_link(root, link.removeprefix(place)):
+                found.append(f"broken link: {link}")
         elif link.startswith(source):
-            found.append(f"is no file of this version: {link}")
+            found.append(f"not a file of this version: {link}")
         elif not link.startswith(("https://", "http://", "#")):
-            found.append(f"leads nowhere on a package index: {link}")
+            found.append(f"broken on a package index: {link}")
     return found
 
 
-def leads_somewhere(root: Path, link: str) -> bool:
+def is_valid_link(root: Path, link: str) -> bool:
     path, _, anchor = link.partition("#")
     file = root / path
     if not file.is_file():
@@ -156,7 +158,7 @@ def step(name: str) -> Iterator[None]:
 
 
 def call(command: list[str | Path], **more: object) -> str:
-    """Run a command and return what it printed. Raises Failed, with that, if it fails."""
+    """Run a command and return its output. Raises Failed, with the output, if it fails."""
     done = subprocess.run(
         command,
         check=False,
@@ -167,13 +169,13 @@ def call(command: list[str | Path], **more: object) -> str:
     )
     if done.returncode:
         words = " ".join(map(str, command))
-        raise Failed(f"{words}\nended with the status {done.returncode}:\n{done.stdout}")
+        raise Failed(f"{words}\nexited with status {done.returncode}:\n{done.stdout}")
     return str(done.stdout)
 
 
 @contextmanager
 def fetching(python: Path) -> Iterator[None]:
-    """What may fail as packages are out of reach: RuntimeError if they are, Failed if not."""
+    """In the block, raise RuntimeError instead of Failed if packages cannot be downloaded."""
     try:
         yield
     except (Failed, RuntimeError) as error:
@@ -181,7 +183,7 @@ def fetching(python: Path) -> Iterator[None]:
 
 
 def reaches_packages(python: Path) -> bool:
-    """Whether pip gets a small package at this moment, and not out of its cache."""
+    """Return True if pip can download a small package now, without its cache."""
     package = pinned(["click"], CONSTRAINTS.read_text())
     with tempfile.TemporaryDirectory() as folder:
         command = [python, "-m", "pip", "download", "-q", "--no-cache-dir", "--no-deps"]
@@ -190,7 +192,7 @@ def reaches_packages(python: Path) -> bool:
 
 
 def build(python: Path, output: Path) -> tuple[Path, Path]:
-    """The source distribution, and the wheel that is built from it."""
+    """Build the source distribution, and the wheel from it. Return their paths."""
     environment = {**without_workers(), "PIP_CONSTRAINT": str(CONSTRAINTS)}
     with fetching(python):
         call([python, "-m", "build", "--outdir", output, ROOT], env=environment)
@@ -202,7 +204,7 @@ def build(python: Path, output: Path) -> tuple[Path, Path]:
 
 
 def unpack(source: Path, folder: Path) -> Path:
-    """The folder of an unpacked source distribution."""
+    """Unpack a source distribution, and return its folder."""
     with tarfile.open(source) as archive:
         archive.extractall(folder, filter="data")
     (unpacked,) = folder.iterdir()
@@ -222,7 +224,7 @@ def description_of(metadata: Message) -> str:
 
 
 def rendered(python: Path, markdown: str) -> str:
-    """Markdown as the package index renders it."""
+    """Render Markdown to HTML as the package index does."""
     program = "import sys, readme_renderer.markdown as m; print(m.render(sys.stdin.read()))"
     html = call([python, "-c", program], input=markdown)
     if "<h2" not in html:
@@ -230,8 +232,8 @@ def rendered(python: Path, markdown: str) -> str:
     return html
 
 
-def look_at(python: Path, source: Path, wheel: Path, folder: Path) -> Message:
-    """Raises Failed with all that is wrong. Returns the wheel's metadata."""
+def check_distributions(python: Path, source: Path, wheel: Path, folder: Path) -> Message:
+    """Check both distributions, and return the wheel's metadata. Raises Failed with all faults."""
     root = unpack(source, folder)
     names = [str(file.relative_to(root)) for file in root.rglob("*") if file.is_file()]
     with zipfile.ZipFile(wheel) as archive:
@@ -249,7 +251,7 @@ def look_at(python: Path, source: Path, wheel: Path, folder: Path) -> Message:
 
 
 def use(python: Path, metadata: Message, folder: Path) -> None:
-    """Do in an empty folder what README.md says, with what was installed."""
+    """Run the quickstart of README.md in an empty folder, with the installed package."""
     environment = {name: text for name, text in without_workers().items() if name != "PYTHONPATH"}
     environment |= {
         "HF_HUB_OFFLINE": "1",
@@ -259,10 +261,10 @@ def use(python: Path, metadata: Message, folder: Path) -> None:
     there = {"cwd": folder, "env": environment, "timeout": SECONDS}
     version = call([python, "-c", IMPORTED], **there).strip()
     if version != metadata["Version"]:
-        raise Failed(f"the package says that it is {version}, its metadata {metadata['Version']}")
+        raise Failed(f"the package has version {version}, but its metadata {metadata['Version']}")
     told = call([python.parent / "tierstore-inspect", "--version"], **there)
     if version not in told:
-        raise Failed(f"tierstore-inspect --version says {told!r}")
+        raise Failed(f"tierstore-inspect --version printed {told!r}")
     description = description_of(metadata)
     commands = [code for code in code_blocks(description, "sh") if "tierstore-inspect" in code]
     programs = code_blocks(description, "python")
@@ -273,13 +275,13 @@ def use(python: Path, metadata: Message, folder: Path) -> None:
         # The README's disk is one that a test may not write to.
         call([python, "-c", program.replace("/nvme/", "nvme/")], **there)
     if not (folder / "boat.png").stat().st_size:
-        raise Failed("the quickstart has painted no boat")
+        raise Failed("the quickstart did not create boat.png")
 
 
 def run(python: Path, folder: Path) -> None:
-    with step("built and looked at"):
+    with step("built and checked"):
         source, wheel = build(python, folder / "dist")
-        metadata = look_at(python, source, wheel, folder / "source")
+        metadata = check_distributions(python, source, wheel, folder / "source")
     reader = folder / "environment"
     with step("installed into an empty environment"), fetching(python):
         environments.make(reader, [f"{wheel}[diffusers]"], constrained=True)

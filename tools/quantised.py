@@ -1,10 +1,9 @@
-"""Run the tests of quantised models, with the libraries that quantise.
+"""Run the tests of quantised models with the quantisation libraries.
 
     python tools/quantised.py [--long] [-- ARGUMENTS FOR PYTEST]
 
-They are in an environment of its own, `.venv-quantised`, beside all that this one has (see
-tests/quantised). Where pip reaches no packages, it says so and ends with the status
-`NOT_INSTALLED`.
+The libraries are in a separate environment, `.venv-quantised`, with all packages of the current one
+(see tests/quantised). Without access to packages, exits with status `NOT_INSTALLED`.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ NEEDED = ("bitsandbytes", "gguf", "ninja", "optimum-quanto", "torchao")
 
 def main(words: Sequence[str] | None = None, place: Path = PLACE) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--long", action="store_true", help="those of the long lane")
-    parser.add_argument("words", nargs="*", help="more arguments for pytest")
+    parser.add_argument("--long", action="store_true", help="run the long lane")
+    parser.add_argument("words", nargs="*", help="arguments for pytest")
     options = parser.parse_args(words)
     packages = pinned(NEEDED, (ROOT / "tools" / "constraints.txt").read_text())
     try:

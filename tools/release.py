@@ -1,7 +1,7 @@
-"""Look whether this folder may be uploaded as a version: `python tools/release.py X.Y.Z`.
+"""Check that this folder can be released as a version: `python tools/release.py X.Y.Z`.
 
-It uploads nothing. It says what is left to do (docs/releasing.md), and ends with the status 1 as
-long as there is something. No lane of tests runs it: until a release, there is.
+Uploads nothing. Prints the remaining tasks (docs/releasing.md), and exits with status 1 if there
+are any. No lane of tests runs it, because there are tasks until the release.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from tools.environments import ROOT
 from tools.package_text import assigned
 
 EXAMPLE = re.compile(r"https?://[\w.-]*\.example\b")
-"""An address that nobody can have."""
+"""A placeholder address, under the reserved top-level domain."""
 
 
 def version_of(package: str) -> str:
-    """`__version__`, from the text of the package's `__init__.py`."""
+    """Return `__version__` from the text of the package's `__init__.py`."""
     return str(assigned(package, "__version__"))
 
 
-def left_to_do(root: Path, wanted: str) -> list[str]:
-    """What keeps this folder from being uploaded as the version `wanted`, a line each."""
+def remaining_tasks(root: Path, wanted: str) -> list[str]:
+    """Return the tasks that remain before a release of version `wanted`, one line each."""
 
     def text(path: str) -> str:
         return (root / path).read_text(encoding="utf-8")
@@ -32,7 +32,7 @@ def left_to_do(root: Path, wanted: str) -> list[str]:
     found = []
     version = version_of(text("tierstore/__init__.py"))
     if version != wanted:
-        found.append(f"tierstore/__init__.py says that this is {version}, not {wanted}")
+        found.append(f"tierstore/__init__.py has version {version}, not {wanted}")
     if not re.search(
         rf"^## {re.escape(wanted)} \(\d{{4}}-\d\d-\d\d\)$", text("docs/changelog.md"), re.M
     ):
@@ -40,11 +40,11 @@ def left_to_do(root: Path, wanted: str) -> list[str]:
     for path in ("pyproject.toml", "README.md", "docs/security.md", "docs/contributing.md"):
         addresses = sorted(set(EXAMPLE.findall(text(path))))
         if addresses:
-            found.append(f"{path} has addresses that nobody has: {', '.join(addresses)}")
+            found.append(f"{path} has placeholder addresses: {', '.join(addresses)}")
     if "not on a package index yet" in text("README.md"):
-        found.append("README.md says what to do until it is on a package index")
+        found.append("README.md still says that the package is not on a package index")
     if "There is no public address yet" in text("docs/security.md"):
-        found.append("docs/security.md says that there is no way to report a vulnerability")
+        found.append("docs/security.md still says that there is no address for reports")
     return found
 
 
@@ -53,8 +53,8 @@ def main(words: list[str], root: Path = ROOT) -> int:
         print(__doc__.splitlines()[0], file=sys.stderr)
         return 2
     wanted = words[0].removeprefix("v")
-    found = left_to_do(root, wanted)
-    print("\n".join(found) or f"{wanted} may be uploaded")
+    found = remaining_tasks(root, wanted)
+    print("\n".join(found) or f"{wanted} can be released")
     return 1 if found else 0
 
 

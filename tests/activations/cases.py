@@ -23,20 +23,20 @@ from tests.lanes import by_lane
 Gradients = list[torch.Tensor | None]
 SEED = 1
 
-# Saves memory that it fills only afterwards: every hook that copies gets what was there before
+# Saves memory that it fills only afterwards: a hook that copies sees the old contents
 # (pytorch/pytorch#193671).
 FILLED_TOO_LATE = "nn.functional.rrelu"
 
 
 @dataclass
 class Forward:
-    """One forward: outputs that have a gradient, and the leaves they depend on."""
+    """Outputs of one forward that have a gradient, and the leaves that they depend on."""
 
     outputs: list[torch.Tensor]
     leaves: list[torch.Tensor]
 
     def backward(self) -> Gradients:
-        """The gradients of the leaves, for directions that are the same in every run."""
+        """Return the gradients of the leaves, for directions that are the same in every run."""
         directions = [direction(output) for output in self.outputs]
         return list(torch.autograd.grad(self.outputs, self.leaves, directions, allow_unused=True))
 
@@ -58,13 +58,13 @@ class Plain:
 
 
 def direction(output: torch.Tensor) -> torch.Tensor:
-    """Numbers that are neither all alike nor random."""
+    """Return numbers that are neither all alike nor random."""
     row = torch.arange(1, output.numel() + 1, device=output.device) % 7 - 2.5
     return row.to(output.dtype).reshape(output.shape)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Every tensor in nested containers."""
+    """Yield every tensor in nested containers."""
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
@@ -73,7 +73,7 @@ def differentiable(value: Any) -> list[torch.Tensor]:
 
 
 def moved(value: Any, device: str) -> Any:
-    """The same nested containers with every tensor on the device: leaves are leaves there too."""
+    """Return the same nested containers with every tensor on the device. Leaves stay leaves."""
 
     def move(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or device == "cpu":
@@ -83,18 +83,21 @@ def moved(value: Any, device: str) -> Any:
     return pytree.tree_map(move, value)
 
 
-# Where the cases come from -----------------------------------------------------------------------
+# Sources of cases --------------------------------------------------------------------------------
 
 
 def op_cases(chunk: int, chunks: int, device: str, per_op: int | None = None) -> Iterator[Case]:
-    """Every `chunks`-th operator with all samples, or the first few: float32, then float64."""
+    """Yield every `chunks`-th operator with its first samples, or all: float32, then float64."""
     for op in op_db[chunk::chunks]:
         if op.name != FILLED_TOO_LATE:
             yield from cases_of(op, device, per_op)
 
 
 def cases_of(op: Any, device: str, per_op: int | None = None) -> Iterator[Case]:
-    """The samples of one operator: all in float32, and but in the default lane one in float64."""
+    """Yield the samples of one operator in float32.
+
+    Outside the default lane, one in float64 as well.
+    """
     known = op.supported_dtypes("cpu") if op.supports_autograd else set()
     for dtype, most in ((torch.float32, per_op), (torch.float64, by_lane(0, 1))):
         if dtype not in known:
@@ -103,22 +106,22 @@ def cases_of(op: Any, device: str, per_op: int | None = None) -> Iterator[Case]:
         try:
             samples = samples_of(op, dtype, most)
         except (RuntimeError, TypeError, ValueError, AttributeError):
-            continue  # needs a library or a device that is not here
+            continue  # needs a library or device that is missing
         for i, sample in enumerate(samples):
             values = (sample.input, tuple(sample.args), dict(sample.kwargs))
             try:
                 values = moved(values, device)
             except (RuntimeError, NotImplementedError):
-                continue  # a layout that the device does not know
+                continue  # a layout that the device does not support
             name = f"{op.name}.{op.variant_test_name} {dtype} sample {i}"
             yield Case(name, functools.partial(op_forward, op, *values))
 
 
 def samples_of(op: Any, dtype: torch.dtype, most: int | None) -> list[Any]:
-    """The first `most` samples of an operator on the CPU, which need a gradient; None: all.
+    """Return the first `most` samples (None: all) of an operator on the CPU that need a gradient.
 
     For each operator torch reads the source of every frame on the stack, to find the unittest that
-    it serves. There is none here, and looking took nine tenths of the time.
+    it serves. There is none here, and the search took nine tenths of the time.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(common_utils, "extract_test_fn", lambda: None)
@@ -132,7 +135,7 @@ def op_forward(op: Any, first: Any, args: Any, kwargs: Any) -> Forward:
 
 
 def module_cases(chunk: int, chunks: int, device: str, per_module: int | None) -> Iterator[Case]:
-    """Every `chunks`-th module, in training mode, with all samples or the first few."""
+    """Yield every `chunks`-th module, in training mode, with its first samples, or all."""
     for info in module_db[chunk::chunks]:
         torch.manual_seed(SEED)
         try:
@@ -157,11 +160,11 @@ def module_forward(module_class: Any, made_of: Any, inputs: Any, device: str) ->
     return Forward(outputs, [*module.parameters(), *differentiable(inputs)])
 
 
-# Running them ------------------------------------------------------------------------------------
+# Running cases -----------------------------------------------------------------------------------
 
 
 def same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    """The same numbers, and NaN where there was NaN."""
+    """Return whether the numbers are the same; NaN equals NaN."""
     if one is None or other is None:
         return one is other
     if one.layout is not torch.strided:
@@ -180,7 +183,7 @@ def all_same(found: Gradients, wanted: Gradients) -> bool:
 
 
 def difference(found: Gradients, wanted: Gradients) -> str:
-    """By how much they differ at most; empty if they do not."""
+    """Return the largest difference as text; empty if there is none."""
     if all_same(found, wanted):
         return ""
     pairs = [pair for pair in zip(found, wanted, strict=True) if not same(*pair)]
@@ -191,13 +194,14 @@ def difference(found: Gradients, wanted: Gradients) -> str:
 
 
 def run_plainly(cases: Iterator[Case]) -> tuple[list[Plain], Saved, int]:
-    """The cases that run here, and twice alike, without the store.
+    """Run cases without the store; return those that run and give the same result twice.
 
-    Also what they save in all but for the leaves, which are there anyway; and the bytes with them.
+    Also returns what they save in total except for the leaves, which are present anyway, and the
+    cases' bytes.
     """
     kept: list[Plain] = []
     saved = Saved()
-    graphs = []  # all alive at once, as they will be with the store
+    graphs = []  # all alive at once, as with the store
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for case in cases:
@@ -207,10 +211,10 @@ def run_plainly(cases: Iterator[Case]) -> tuple[list[Plain], Saved, int]:
                     continue
                 gradients = first.backward()
                 if not all_same(second.backward(), gradients):
-                    continue  # random, or it reads memory that nobody filled
+                    continue  # random, or reads uninitialised memory
                 with saved.watching():
                     graphs.append(case.forward())
-            except Exception:  # what torch itself cannot do here leaves nothing to compare with
+            except Exception:  # torch itself cannot run this: nothing to compare with
                 continue
             kept.append(Plain(case, gradients))
     total = saved.nbytes
@@ -220,10 +224,10 @@ def run_plainly(cases: Iterator[Case]) -> tuple[list[Plain], Saved, int]:
 
 
 def differences(cases: list[Plain], context: AbstractContextManager[Any]) -> list[str]:
-    """The cases whose gradients differ, and by how much, with `context` around the forwards.
+    """Return the cases whose gradients differ, and by how much, with `context` around the forwards.
 
-    First all forwards, then all backwards, the last one first: as much is saved at once as in the
-    layers of a model.
+    All forwards run first, then all backwards in reverse: as much is saved at once as in the layers
+    of a model.
     """
     found: list[str] = []
     graphs: list[tuple[Plain, Forward]] = []

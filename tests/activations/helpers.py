@@ -1,4 +1,4 @@
-"""What the tests of activations share: small steps, what a plain run saves, and an empty store."""
+"""Helpers of the activation tests: small steps, a record of saved tensors, and an empty store."""
 
 from __future__ import annotations
 
@@ -40,23 +40,24 @@ SMALL = 4096
 """The `min_size` of most tests, in bytes: their samples are small."""
 
 FRACTIONS = (0.1, 0.5, 2.0)
-"""RAM budgets, as shares of the bytes that a step saves."""
+"""RAM budgets, as fractions of the bytes that a step saves."""
 
 
 def offloading(store: TierStore, min_size: int | str = SMALL, **options: Any) -> Any:
-    """The context under test."""
+    """Return the context under test."""
     return tierstore.offload_activations(store, min_size=min_size, **options)
 
 
-# What is saved -----------------------------------------------------------------------------------
+# Saved tensors -----------------------------------------------------------------------------------
 
 
 @dataclass
 class Saved:
-    """What autograd saves in a run without the store, found out by hooks that change nothing.
+    """The tensors that autograd saves in a run without the store.
 
-    `storages` is the size in bytes of each piece of memory that a saved tensor looks at, by where
-    it is; `small` is the part of them of which no saved tensor is as large as `min_size`.
+    They are recorded by hooks that change nothing. `storages` maps each storage that a saved tensor
+    views to its size in bytes; `small` is the part of them of which no saved tensor is as large as
+    `min_size`.
     """
 
     min_size: int = 0
@@ -65,7 +66,7 @@ class Saved:
     tensors: int = 0
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The pack hook. The graph keeps what it returns, so that no address comes twice."""
+        """Pack hook. The graph keeps the returned tensor, so no address is reused."""
         if tensor.layout is torch.strided and type(tensor) in (torch.Tensor, nn.Parameter):
             self.tensors += 1
             storage = tensor.untyped_storage()
@@ -79,7 +80,7 @@ class Saved:
         return tensor.detach()
 
     def without(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Leave out the memory of these tensors: parameters, buffers, inputs."""
+        """Exclude the memory of these tensors: parameters, buffers, inputs."""
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 continue
@@ -88,40 +89,43 @@ class Saved:
             self.small.pop(where, None)
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Notes what autograd saves inside."""
+        """Record the tensors that autograd saves inside the context."""
         return torch.autograd.graph.saved_tensors_hooks(self.add, lambda tensor: tensor)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all, each piece of memory counted once."""
+        """Return the total bytes, counting each storage once."""
         return sum(self.storages.values())
 
     @property
     def small_bytes(self) -> int:
-        """Bytes of what is too small to be worth a journey."""
+        """Return the bytes of storages that are too small to offload."""
         return sum(self.small.values())
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest one."""
+        """Return the bytes of the largest storage."""
         return max(self.storages.values(), default=0)
 
     @property
     def pages(self) -> int:
-        """Bytes that a store needs for all of them in RAM, at most: each in whole pages."""
+        """Return the most bytes that a store needs to hold all of them in RAM.
+
+        Each takes whole pages.
+        """
         return sum(round_up(max(nbytes, 1), PAGE) for nbytes in self.storages.values())
 
 
 @contextmanager
 def saved_by(min_size: int = 0) -> Iterator[Saved]:
-    """Notes what autograd saves inside."""
+    """Record the tensors that autograd saves inside the context."""
     saved = Saved(min_size)
     with saved.watching():
         yield saved
 
 
 def budget_for(saved: Saved, fraction: float) -> int:
-    """A RAM budget of a share of what is saved, but enough for the largest piece alone."""
+    """Return a RAM budget: a fraction of the saved bytes, but enough for the largest storage."""
     return max(int(saved.pages * fraction), round_up(max(saved.largest, 1), PAGE))
 
 
@@ -129,14 +133,14 @@ def budget_for(saved: Saved, fraction: float) -> int:
 
 
 def random_matrices(count: int, device: str, size: int = 64, seed: int = 0) -> list[torch.Tensor]:
-    """Leaves that want gradients: `count` square matrices of float32."""
+    """Return `count` random square matrices of float32 that require gradients."""
     generator = torch.Generator().manual_seed(seed)
     made = [torch.randn(size, size, generator=generator) * size**-0.5 for _ in range(count)]
     return [matrix.to(device).requires_grad_() for matrix in made]
 
 
 def chain(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A loss that saves two tensors as large as `x` for each weight."""
+    """Return a loss that saves two tensors as large as `x` for each weight."""
     for weight in weights:
         x = torch.sin(torch.tanh(x @ weight))
     return x.square().mean()
@@ -147,32 +151,32 @@ def plain_gradients(
     leaves: Sequence[torch.Tensor],
     context: AbstractContextManager[Any] | None = None,
 ) -> list[torch.Tensor]:
-    """The gradients of a loss; `context` is around its forward alone."""
+    """Return the gradients of a loss; `context` is around its forward alone."""
     with context or nullcontext():
         value = loss()
     return list(torch.autograd.grad(value, leaves))
 
 
 def assert_equal(found: Iterable[torch.Tensor], wanted: Iterable[torch.Tensor]) -> None:
-    """The same tensors, bit for bit, on the same devices."""
+    """Check that the tensors are bitwise equal and on the same devices."""
     for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
         assert one.device == other.device, f"tensor {i} is on {one.device}, not {other.device}"
         assert torch.equal(one, other), f"tensor {i} differs"
 
 
-# What is left ------------------------------------------------------------------------------------
+# Leaks -------------------------------------------------------------------------------------------
 
 
 def forget_graphs() -> None:
-    """Let cycles go, so that what only a dropped graph kept is gone."""
+    """Collect cycles, so that memory held only by dropped graphs is freed."""
     gc.collect()
 
 
 def assert_nothing_left(store: TierStore) -> None:
-    """No group is in the store and nothing is used on any tier, once all that moves has arrived."""
+    """Check that the store has no group and uses no bytes on any tier, once all copies are done."""
     pause = threading.Event()
     for _ in range(int(PATIENCE / 0.05)):
-        forget_graphs()  # an error holds the frames of its backward until another thread lets it go
+        forget_graphs()  # an error holds its backward's frames until another thread drops it
         snapshot = store.snapshot()
         if not snapshot.groups and not any(snapshot.used_bytes.values()):
             return

@@ -1,9 +1,9 @@
-"""A step with 320 MiB of activations in a process that may have 64 MiB more than it has now.
+"""Run a step with 320 MiB of activations in a process that may grow by 64 MiB.
 
     python -m tests.activations.limited HOW DISK_DIR
 
 HOW is `store`, `nothing` or `save_on_cpu`. Everything is used once before the limit is set, so that
-threads, pools and code that is loaded late are not part of what is limited. Prints a JSON line.
+threads, pools and lazily loaded code do not count against it. Prints a JSON line.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.helpers.processes import data_bytes
 MIB = 1 << 20
 HEADROOM = 64 * MIB
 LAYERS = 80
-NUMBERS = MIB  # float32: 4 MiB are saved by each layer
+NUMBERS = MIB  # float32: each layer saves 4 MiB
 BUDGET = 16 * MIB
 
 
 def step(context: AbstractContextManager[Any], layers: int) -> torch.Tensor:
-    """The gradient of as many layers, each of which saves what it is given."""
+    """Return the gradient through so many layers, each of which saves its input."""
     start = torch.linspace(0, 3, NUMBERS, requires_grad=True)
     with context:
         x = start
@@ -41,7 +41,7 @@ def step(context: AbstractContextManager[Any], layers: int) -> torch.Tensor:
 
 
 def expected() -> torch.Tensor:
-    """The same gradient with three tensors: by the chain rule, from the end to the start."""
+    """Return the same gradient by the chain rule, from the end to the start, with three tensors."""
     result = torch.ones(1024)
     picked = torch.linspace(0, 3, NUMBERS)[:: NUMBERS // 1024]
     values = [picked]

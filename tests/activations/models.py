@@ -31,22 +31,22 @@ class Trained:
     inputs: dict[str, Any]
 
     def loss(self) -> torch.Tensor:
-        """The loss of one forward, with the same random numbers every time."""
+        """Return the loss of one forward, with the same random numbers every time."""
         torch.manual_seed(0)
         output = self.model(**self.inputs, return_dict=False)[0]
         return output.float().square().mean()
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """What has a gradient."""
+        """Return the tensors that have a gradient."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
     def parameters(self) -> list[torch.Tensor]:
-        """What is on the device in any case."""
+        """Return the tensors that are on the device in any case."""
         return [*self.model.parameters(), *self.model.buffers()]
 
     def checkpoint(self, how: str) -> None:
-        """`"none"`, `"theirs"` (as the library does it) or `"ours"` (`checkpoint_activations`)."""
+        """Apply `"none"`, `"theirs"` (the library's) or `"ours"` (`checkpoint_activations`)."""
         if self.kind == "llama":
             self.model.gradient_checkpointing_disable()
         else:
@@ -67,7 +67,7 @@ def _checkpointed(module: nn.Module, *args: Any) -> Any:
 
 
 def trained(kind: str, directory: Path, device: str) -> Trained:
-    """The model, loaded from a checkpoint of `tests.pipelines`, in training mode."""
+    """Load the model from a checkpoint of `tests.pipelines`, in training mode."""
     pipe = pipelines.load(kind, directory)
     model = {
         "llama": lambda: pipe,

@@ -1,10 +1,10 @@
-"""Training steps in a process of its own.
+"""Run training steps in a separate process.
 
     python -m tests.activations.stepping DEVICE DISK_DIR STEPS WHAT
 
-WHAT is `measure` (print a JSON line after every fifth step), `leak` (the same, but every graph is
-kept: what a leak looks like), `forward` or `backward` (say `READY` in the middle of that part of
-the last step, with bytes on the disk, and wait to be killed).
+WHAT is `measure` (print a JSON line after every fifth step), `leak` (the same, but keep every
+graph, as a leak would), `forward` or `backward` (print `READY` in the middle of that part of the
+last step, with bytes on the disk, and wait to be killed).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tests.helpers.engine import core_of
 SIZE = 256  # a matrix is 256 KiB
 LAYERS = 4
 EVERY = 5
-BUDGET = 1 << 20  # of 2.25 MiB that are saved
+BUDGET = 1 << 20  # a step saves 2.25 MiB
 
 
 def measured(store: tierstore.TierStore, device: str) -> dict[str, Any]:
-    """What is held between two steps, in bytes, but for `groups` and `tensors`."""
+    """Return the memory in use between two steps, in bytes (`groups` and `tensors` are counts)."""
     snapshot = store.snapshot()
     spill = core_of(store).tiers.disk.spill
     on_cpu = device == "cpu"

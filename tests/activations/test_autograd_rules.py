@@ -1,4 +1,4 @@
-"""Whatever autograd allows still works, and whatever it refuses is still refused."""
+"""Everything that autograd allows still works, and everything that it rejects still raises."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ from tests.store.helpers import run_threads
 
 pytestmark = [
     pytest.mark.floor,
-    pytest.mark.full(
-        "devices differ in what test_training_steps.py does on both", keep="any device"
-    ),
+    pytest.mark.full("test_training_steps.py covers both devices", keep="any device"),
 ]
 
 RAM = 1 << 20
@@ -45,7 +43,7 @@ def shipped(store: tierstore.TierStore) -> int:
 # Changes in place --------------------------------------------------------------------------------
 
 
-def change_what_was_saved(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def change_a_saved_tensor(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     saved = x * 2
     loss = saved.sin().sum()
     saved.add_(1)
@@ -68,7 +66,7 @@ def change_a_view_that_outlives_it(x: torch.Tensor, weight: torch.Tensor) -> tor
     return loss
 
 
-def change_what_is_too_small_to_ship(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def change_a_tensor_below_min_size(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     small = x[0, :4] * 2
     loss = small.sin().sum() + (x @ weight).sum()
     small.add_(1)
@@ -82,7 +80,7 @@ def change_a_parameter(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def change_one_of_two_that_are_saved(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def change_one_of_two_saved_tensors(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     first, second = x * 2, x * 3
     loss = first.sin().sum() + second.sin().sum()
     second.mul_(2)
@@ -90,21 +88,23 @@ def change_one_of_two_that_are_saved(x: torch.Tensor, weight: torch.Tensor) -> t
 
 
 CHANGES = [
-    change_what_was_saved,
+    change_a_saved_tensor,
     change_it_through_a_view,
     change_a_view_that_outlives_it,
-    change_what_is_too_small_to_ship,
+    change_a_tensor_below_min_size,
     change_a_parameter,
-    change_one_of_two_that_are_saved,
+    change_one_of_two_saved_tensors,
 ]
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @on_both
 @pytest.mark.parametrize("step", CHANGES, ids=lambda step: step.__name__)
-def test_a_change_before_backward_is_refused(step: Step, device: str, disk_dir: Path) -> None:
+def test_saved_tensor_changed_before_backward_raises(
+    step: Step, device: str, disk_dir: Path
+) -> None:
     x, weight = random_matrices(2, device)
-    with pytest.raises(RuntimeError, match=MODIFIED):  # the control: what torch itself says
+    with pytest.raises(RuntimeError, match=MODIFIED):  # the control: torch's own error
         step(x, weight).backward()
     x, weight = random_matrices(2, device)
     with open_store(disk_dir, RAM, device) as store:
@@ -114,13 +114,13 @@ def test_a_change_before_backward_is_refused(step: Step, device: str, disk_dir: 
             loss.backward()
         assert x.grad is None
         # After an error torch keeps other branches of the graph in the queue of its thread.
-        if step is not change_one_of_two_that_are_saved:
+        if step is not change_one_of_two_saved_tensors:
             del loss
             assert_nothing_left(store)
 
 
 @on_both
-def test_a_change_before_anything_is_saved_is_fine(device: str, disk_dir: Path) -> None:
+def test_tensor_changed_before_it_is_saved_works(device: str, disk_dir: Path) -> None:
     def loss() -> torch.Tensor:
         changed = x * 2
         changed.add_(1)
@@ -136,10 +136,8 @@ def test_a_change_before_anything_is_saved_is_fine(device: str, disk_dir: Path) 
 
 
 @on_both
-def test_a_changed_tensor_that_is_saved_again_is_not_the_old_one(
-    device: str, disk_dir: Path
-) -> None:
-    """The same memory is saved twice with a change between: torch refuses it, and so it stays."""
+def test_tensor_saved_again_after_a_change_still_raises(device: str, disk_dir: Path) -> None:
+    """The same memory is saved twice with a change in between. Torch raises, with the store too."""
 
     def step() -> torch.Tensor:
         saved = x * 2
@@ -158,10 +156,8 @@ def test_a_changed_tensor_that_is_saved_again_is_not_the_old_one(
 
 
 @on_both
-def test_memory_reused_for_something_else_is_not_taken_for_the_old(
-    device: str, disk_dir: Path
-) -> None:
-    """Addresses come again as soon as what was shipped is freed."""
+def test_saved_memory_address_reused_is_saved_again(device: str, disk_dir: Path) -> None:
+    """Addresses are reused as soon as an offloaded tensor is freed."""
 
     def loss() -> torch.Tensor:
         total = x.sum() * 0
@@ -179,7 +175,7 @@ def test_memory_reused_for_something_else_is_not_taken_for_the_old(
 
 
 @on_both
-def test_a_retained_graph_can_be_used_again(device: str, disk_dir: Path) -> None:
+def test_retained_graph_second_backward_works(device: str, disk_dir: Path) -> None:
     x, *weights = random_matrices(4, device)
     wanted = plain_gradients(lambda: chain(x, weights), [x, *weights])
     with open_store(disk_dir, RAM, device) as store:
@@ -196,7 +192,7 @@ def test_a_retained_graph_can_be_used_again(device: str, disk_dir: Path) -> None
 
 @on_both
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-def test_double_backward(inside: bool, device: str, disk_dir: Path) -> None:
+def test_double_backward_gradients_match(inside: bool, device: str, disk_dir: Path) -> None:
     def twice(context: Any) -> list[torch.Tensor]:
         with context:
             loss = chain(x, weights)
@@ -217,7 +213,7 @@ def test_double_backward(inside: bool, device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_backward_inside_the_context(device: str, disk_dir: Path) -> None:
+def test_backward_inside_the_context_gradients_match(device: str, disk_dir: Path) -> None:
     x, *weights = random_matrices(4, device)
     wanted = plain_gradients(lambda: chain(x, weights), [x, *weights])
     with open_store(disk_dir, RAM, device) as store:
@@ -230,14 +226,14 @@ def test_backward_inside_the_context(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_two_losses_with_a_common_trunk(device: str, disk_dir: Path) -> None:
+def test_two_losses_with_a_common_trunk_gradients_match(device: str, disk_dir: Path) -> None:
     def run(context: Any) -> list[torch.Tensor]:
         for leaf in leaves:
             leaf.grad = None
         with context:
             common = torch.tanh(torch.sin(x @ trunk))
             one, other = (common @ head).sin().sum(), (common @ tail).cos().sum()
-        one.backward(inputs=[head])  # a part of the graph is freed, the trunk was not visited
+        one.backward(inputs=[head])  # frees a part of the graph; the trunk was not visited
         other.backward(inputs=[tail, trunk, x])
         return [leaf.grad for leaf in leaves]
 
@@ -250,7 +246,7 @@ def test_two_losses_with_a_common_trunk(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_two_forwards_and_then_their_backwards_in_any_order(device: str, disk_dir: Path) -> None:
+def test_two_forwards_backwards_in_any_order_match(device: str, disk_dir: Path) -> None:
     x, *weights = random_matrices(4, device)
     wanted = plain_gradients(lambda: chain(x, weights), [x, *weights])
     for number, first in enumerate((0, 1)):
@@ -265,7 +261,7 @@ def test_two_forwards_and_then_their_backwards_in_any_order(device: str, disk_di
 
 
 @on_both
-def test_gradients_accumulate_over_micro_batches(device: str, disk_dir: Path) -> None:
+def test_micro_batches_accumulate_gradients(device: str, disk_dir: Path) -> None:
     def run(context: Callable[[], Any]) -> list[torch.Tensor]:
         for weight in weights:
             weight.grad = None
@@ -284,11 +280,11 @@ def test_gradients_accumulate_over_micro_batches(device: str, disk_dir: Path) ->
         assert_nothing_left(store)
 
 
-# Graphs that never see a backward ----------------------------------------------------------------
+# Graphs without a backward -----------------------------------------------------------------------
 
 
 @on_both
-def test_a_dropped_graph_leaves_nothing(device: str, disk_dir: Path) -> None:
+def test_dropped_graph_leaves_nothing(device: str, disk_dir: Path) -> None:
     x, *weights = random_matrices(4, device)
     with open_store(disk_dir, RAM, device) as store:
         for _ in range(3):
@@ -300,7 +296,7 @@ def test_a_dropped_graph_leaves_nothing(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_an_unused_branch_leaves_nothing(device: str, disk_dir: Path) -> None:
+def test_unused_branch_leaves_nothing(device: str, disk_dir: Path) -> None:
     x, *weights = random_matrices(4, device)
     with open_store(disk_dir, RAM, device) as store:
         for _ in range(3):
@@ -312,7 +308,7 @@ def test_an_unused_branch_leaves_nothing(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_an_exception_in_the_forward(device: str, disk_dir: Path) -> None:
+def test_exception_in_forward_leaves_nothing(device: str, disk_dir: Path) -> None:
     x, *weights = random_matrices(4, device)
     wanted = plain_gradients(lambda: chain(x, weights), [x, *weights])
     with open_store(disk_dir, RAM, device) as store:
@@ -322,14 +318,14 @@ def test_an_exception_in_the_forward(device: str, disk_dir: Path) -> None:
         assert_nothing_left(store)
         before = shipped(store)
         assert before > 0
-        kept = chain(x, weights)  # the context is over
+        kept = chain(x, weights)  # the context has ended
         assert shipped(store) == before
         del kept
         found = plain_gradients(lambda: chain(x, weights), [x, *weights], offloading(store))
         assert_equal(found, wanted)
 
 
-def test_a_store_that_is_closed_too_early_is_told(disk_dir: Path) -> None:
+def test_backward_store_already_closed_raises(disk_dir: Path) -> None:
     x, *weights = random_matrices(4, "cpu")
     with open_store(disk_dir, RAM) as store, offloading(store):
         loss = chain(x, weights)
@@ -341,7 +337,7 @@ def test_a_store_that_is_closed_too_early_is_told(disk_dir: Path) -> None:
 
 
 @on_both
-def test_two_models_train_in_two_threads(device: str, disk_dir: Path) -> None:
+def test_two_models_in_two_threads_train(device: str, disk_dir: Path) -> None:
     models = [random_matrices(4, device, seed=seed) for seed in (1, 2)]
     wanted = [plain_gradients(lambda m=m: chain(m[0], m[1:]), m) for m in models]
 
@@ -361,7 +357,7 @@ def test_two_models_train_in_two_threads(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_forward_in_a_worker_thread_and_backward_in_another(device: str, disk_dir: Path) -> None:
+def test_backward_in_another_thread_than_forward_matches(device: str, disk_dir: Path) -> None:
     x, *weights = random_matrices(4, device)
     wanted = plain_gradients(lambda: chain(x, weights), [x, *weights])
     losses: list[torch.Tensor] = []
@@ -379,7 +375,7 @@ def test_forward_in_a_worker_thread_and_backward_in_another(device: str, disk_di
 
 
 @on_both
-def test_the_inner_of_two_contexts_is_used(device: str, disk_dir: Path) -> None:
+def test_nested_contexts_of_two_stores_use_the_inner(device: str, disk_dir: Path) -> None:
     x, *weights = random_matrices(4, device)
     wanted = plain_gradients(lambda: chain(x, weights), [x, *weights])
     with (
@@ -403,7 +399,7 @@ def test_the_inner_of_two_contexts_is_used(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_one_context_inside_another_of_the_same_store(device: str, disk_dir: Path) -> None:
+def test_nested_contexts_of_one_store_gradients_match(device: str, disk_dir: Path) -> None:
     x, *weights = random_matrices(4, device)
     wanted = plain_gradients(lambda: chain(x, weights), [x, *weights])
     with open_store(disk_dir, RAM, device) as store:
@@ -415,7 +411,7 @@ def test_one_context_inside_another_of_the_same_store(device: str, disk_dir: Pat
 
 @needs_accelerator
 @pytest.mark.two_devices
-def test_a_model_on_two_devices(disk_dir: Path) -> None:
+def test_model_on_two_devices_gradients_match(disk_dir: Path) -> None:
     def loss() -> torch.Tensor:
         middle = chain_of(x, first)
         result = chain_of(middle.to(DEVICE_1), second)
@@ -441,7 +437,7 @@ def test_a_model_on_two_devices(disk_dir: Path) -> None:
 
 @needs_accelerator
 @pytest.mark.two_devices
-def test_the_second_of_two_devices(disk_dir: Path) -> None:
+def test_second_of_two_devices_gradients_match(disk_dir: Path) -> None:
     x, *weights = random_matrices(4, DEVICE_1)
     wanted = plain_gradients(lambda: chain(x, weights), [x, *weights])
     with open_store(disk_dir, RAM, DEVICE_1) as store:
@@ -452,10 +448,10 @@ def test_the_second_of_two_devices(disk_dir: Path) -> None:
 
 @pytest.mark.pretend_only("late")
 @pytest.mark.parametrize("backward_there", [True, False], ids=["backward too", "forward only"])
-def test_computing_on_a_stream_of_the_user(
+def test_stream_of_the_user_gradients_match(
     backward_there: bool, late_pretend: Any, disk_dir: Path
 ) -> None:
-    """A stream that is not waited for shows."""
+    """The late device exposes a missing wait on a stream."""
     x, *weights = random_matrices(6, ACCELERATOR)
     wanted = plain_gradients(lambda: chain(x, weights), [x, *weights])
     side = torch.Stream(device=ACCELERATOR)
@@ -477,7 +473,7 @@ def test_computing_on_a_stream_of_the_user(
 
 
 @needs_accelerator
-def test_what_was_on_the_cpu_stays_there(disk_dir: Path) -> None:
+def test_tensors_saved_on_the_cpu_stay_there(disk_dir: Path) -> None:
     def loss() -> torch.Tensor:
         on_cpu = torch.tanh(there @ there)
         saved_on.append(on_cpu.grad_fn._saved_result.device.type)
@@ -493,11 +489,11 @@ def test_what_was_on_the_cpu_stays_there(disk_dir: Path) -> None:
         assert 0 < shipped(store) <= 5 * 4 * SMALL  # two for each weight, and one for the loss
 
 
-# Other ways to compute ---------------------------------------------------------------------------
+# Autocast, compilation and custom functions ------------------------------------------------------
 
 
-def test_autocast(disk_dir: Path) -> None:
-    """The weights are cast once for each use, and what is cast is saved."""
+def test_autocast_gradients_match(disk_dir: Path) -> None:
+    """The weights are cast once for each use, and the casts are saved."""
 
     def loss() -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -515,7 +511,7 @@ def test_autocast(disk_dir: Path) -> None:
 
 
 @on_both
-def test_a_compiled_region(device: str, disk_dir: Path) -> None:
+def test_compiled_region_gradients_match(device: str, disk_dir: Path) -> None:
     def region(value: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.sin(torch.tanh(value @ weight)) * value
 
@@ -536,7 +532,7 @@ def test_a_compiled_region(device: str, disk_dir: Path) -> None:
     torch.compiler.reset()
 
 
-def test_random_numbers_are_not_touched(disk_dir: Path) -> None:
+def test_random_number_state_is_unchanged(disk_dir: Path) -> None:
     def loss() -> torch.Tensor:
         torch.manual_seed(3)
         return nn.functional.dropout(torch.sin(x @ weight), 0.5).square().mean()
@@ -549,7 +545,7 @@ def test_random_numbers_are_not_touched(disk_dir: Path) -> None:
         assert_equal([torch.rand(4)], [after])
 
 
-def test_a_function_of_the_user_that_saves_tensors(disk_dir: Path) -> None:
+def test_custom_function_that_saves_tensors_matches(disk_dir: Path) -> None:
     class Cube(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`tierstore.checkpoint_activations` stores inputs of a block, and computes the rest again."""
+"""`tierstore.checkpoint_activations` stores the inputs of a block and recomputes the rest."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ from tests.activations.helpers import (
     random_matrices,
 )
 
-pytestmark = pytest.mark.full(
-    "devices differ in what test_training_steps.py does on both", keep="any device"
-)
+pytestmark = pytest.mark.full("test_training_steps.py covers both devices", keep="any device")
 
 RAM = 1 << 20
 BYTES = 64 * 64 * 4
@@ -73,14 +71,15 @@ def loss_of(way: Way, run: Run, leaves: list[torch.Tensor]) -> torch.Tensor:
 
 @on_both
 @ways
-def test_boundaries_go_to_the_store(way: Way, device: str, disk_dir: Path) -> None:
+def test_checkpointed_block_stores_only_its_inputs(way: Way, device: str, disk_dir: Path) -> None:
     leaves = random_matrices(BLOCKS + 1, device)
     wanted = plain_gradients(lambda: loss_of(way, directly, leaves), leaves)
     with open_store(disk_dir, RAM, device) as store:
         with offloading(store):
             loss = loss_of(way, tierstore.checkpoint_activations, leaves)
         shipped = store.stats().activations.shipped_bytes
-        # What goes into each block, and what the loss saves. Nothing from inside of a block.
+        # The inputs of each block, and the tensors that the loss saves; nothing from inside a
+        # block.
         assert BLOCKS * BYTES <= shipped <= (BLOCKS + 1) * BYTES
         assert_equal(torch.autograd.grad(loss, leaves), wanted)
         assert store.stats().activations.shipped_bytes == shipped, "recomputing shipped more"
@@ -90,7 +89,9 @@ def test_boundaries_go_to_the_store(way: Way, device: str, disk_dir: Path) -> No
 
 @on_both
 @ways
-def test_without_a_store_it_is_plain_checkpointing(way: Way, device: str, disk_dir: Path) -> None:
+def test_checkpoint_without_a_store_is_plain_checkpointing(
+    way: Way, device: str, disk_dir: Path
+) -> None:
     leaves = random_matrices(BLOCKS + 1, device)
     wanted = plain_gradients(lambda: loss_of(way, directly, leaves), leaves)
     calls = 0
@@ -111,7 +112,9 @@ def test_without_a_store_it_is_plain_checkpointing(way: Way, device: str, disk_d
 
 @on_both
 @pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward outside"])
-def test_budgets_smaller_than_the_boundaries(inside: bool, device: str, disk_dir: Path) -> None:
+def test_checkpoint_budget_below_the_inputs_spills_them(
+    inside: bool, device: str, disk_dir: Path
+) -> None:
     leaves = random_matrices(4 * BLOCKS + 1, device)
     wanted = plain_gradients(lambda: loss_of(by_keyword, directly, leaves), leaves)
     budget = 4 * BYTES
@@ -129,8 +132,8 @@ def test_budgets_smaller_than_the_boundaries(inside: bool, device: str, disk_dir
 
 
 @on_both
-def test_dropout_and_running_statistics(device: str, disk_dir: Path) -> None:
-    """The same random numbers when it is computed again, and a result that is used only once."""
+def test_checkpoint_repeats_dropout_and_running_statistics(device: str, disk_dir: Path) -> None:
+    """Recomputation draws the same random numbers, and its result is used only once."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -163,7 +166,7 @@ def test_dropout_and_running_statistics(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_a_changed_boundary_is_refused(device: str, disk_dir: Path) -> None:
+def test_checkpoint_input_changed_in_place_raises(device: str, disk_dir: Path) -> None:
     def step() -> torch.Tensor:
         middle = x * 2
         loss = tierstore.checkpoint_activations(lambda: torch.sin(middle @ weight)).sum()
@@ -178,7 +181,7 @@ def test_a_changed_boundary_is_refused(device: str, disk_dir: Path) -> None:
 
     x, weight = random_matrices(2, device)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        without().backward()  # the control: what torch itself says
+        without().backward()  # the control: torch's own error
     with open_store(disk_dir, RAM, device) as store:
         with offloading(store):
             loss = step()
@@ -187,7 +190,7 @@ def test_a_changed_boundary_is_refused(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_blocks_in_blocks(device: str, disk_dir: Path) -> None:
+def test_nested_checkpoints_gradients_match(device: str, disk_dir: Path) -> None:
     def two(run: Run, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
         return run(lambda: run(block, run(block, x, first), weight=second))
 
@@ -204,7 +207,7 @@ def test_blocks_in_blocks(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_a_retained_graph_and_a_dropped_one(device: str, disk_dir: Path) -> None:
+def test_checkpoint_retained_and_dropped_graphs_leave_nothing(device: str, disk_dir: Path) -> None:
     leaves = random_matrices(BLOCKS + 1, device)
     wanted = plain_gradients(lambda: loss_of(by_keyword, directly, leaves), leaves)
     with open_store(disk_dir, RAM, device) as store:
@@ -220,7 +223,7 @@ def test_a_retained_graph_and_a_dropped_one(device: str, disk_dir: Path) -> None
 
 
 @on_both
-def test_no_gradient_wanted(device: str, disk_dir: Path) -> None:
+def test_checkpoint_without_gradients_stores_nothing(device: str, disk_dir: Path) -> None:
     leaves = random_matrices(BLOCKS + 1, device)
     wanted = loss_of(by_keyword, directly, leaves)
     with open_store(disk_dir, RAM, device) as store, offloading(store), torch.no_grad():
@@ -229,11 +232,11 @@ def test_no_gradient_wanted(device: str, disk_dir: Path) -> None:
         assert store.stats().activations.shipped_bytes == 0
 
 
-# What a block is given and writes to --------------------------------------------------------------
+# Arguments of a block -----------------------------------------------------------------------------
 
 
 def routed(x: torch.Tensor, weight: torch.Tensor, *, logits: list[Any], seen: Any) -> torch.Tensor:
-    """A block that leaves something of its own in a list and in a dict, and reads them as well."""
+    """A block that appends to a list and writes to a dict, and reads both."""
     logits.append(x @ weight[:, :2])
     earlier = sum(each.sum() for each in logits)
     seen["last"]["mean"] = x.detach().mean()
@@ -252,7 +255,7 @@ def routed_loss(run: Run, leaves: list[torch.Tensor]) -> tuple[torch.Tensor, lis
 
 @on_both
 @pytest.mark.parametrize("aside", [True, False], ids=["in a store", "alone"])
-def test_what_a_block_writes_to_its_arguments_stays(
+def test_checkpoint_block_writes_to_arguments_are_kept(
     aside: bool, device: str, disk_dir: Path
 ) -> None:
     leaves = random_matrices(BLOCKS + 1, device)

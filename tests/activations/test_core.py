@@ -1,4 +1,4 @@
-"""The heart of it: what is saved goes away, comes back as it was, and leaves nothing behind."""
+"""Core behaviour: saved tensors leave the device, return unchanged, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -26,15 +26,13 @@ from tests.store.helpers import PAGE, assert_sound
 
 pytestmark = [
     pytest.mark.floor,
-    pytest.mark.full(
-        "devices differ in what test_training_steps.py does on both", keep="any device"
-    ),
+    pytest.mark.full("test_training_steps.py covers both devices", keep="any device"),
 ]
 
 
 @on_both
 @pytest.mark.parametrize("pages", [5, 20, 200], ids="{} pages".format)
-def test_gradients_are_equal_and_nothing_is_left(device: str, pages: int, disk_dir: Path) -> None:
+def test_gradients_match_and_leave_nothing(device: str, pages: int, disk_dir: Path) -> None:
     x, *weights = random_matrices(9, device)
     wanted = plain_gradients(lambda: chain(x, weights), [x, *weights])
     options = {} if device == "cpu" else {"device_budget": 20 * PAGE}
@@ -65,11 +63,11 @@ def test_views_share_one_copy_and_keep_their_strides(device: str, disk_dir: Path
         assert torch.equal(mine, h) and torch.equal(other, h.t())
         assert store.stats().activations.shipped_bytes == h.nbytes
         assert store.stats().activations.deduplicated_bytes == h.nbytes
-        assert saved.tensors == 0  # the innermost hooks are ours
+        assert saved.tensors == 0  # the innermost hooks are the store's
 
 
 @on_both
-def test_changes_in_place_are_noticed(device: str, disk_dir: Path) -> None:
+def test_in_place_change_of_a_saved_tensor_raises(device: str, disk_dir: Path) -> None:
     x, weight = random_matrices(2, device)
     with open_store(disk_dir, 64 * PAGE, device) as store:
         with offloading(store):
@@ -89,7 +87,7 @@ def test_changes_in_place_are_noticed(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_checkpoints_ship_what_comes_by_keyword_and_closure(device: str, disk_dir: Path) -> None:
+def test_checkpoint_offloads_keyword_and_closure_inputs(device: str, disk_dir: Path) -> None:
     x, one, other = random_matrices(3, device)
 
     def run() -> torch.Tensor:
@@ -105,7 +103,7 @@ def test_checkpoints_ship_what_comes_by_keyword_and_closure(device: str, disk_di
     with open_store(disk_dir, 64 * PAGE, device) as store:
         with offloading(store):
             loss = run()
-        # h, h.cos() and scale; h is saved by cos, too
+        # h, h.cos() and scale; cos saves h, too
         assert store.stats().activations.shipped_bytes == 3 * x.nbytes
         assert_equal(torch.autograd.grad(loss, [x, one, other]), wanted)
         del loss
@@ -113,8 +111,11 @@ def test_checkpoints_ship_what_comes_by_keyword_and_closure(device: str, disk_di
 
 
 @on_both
-def test_counters_of_their_own_have_copies_of_their_own(device: str, disk_dir: Path) -> None:
-    """Gates that an LSTM cuts out of one tensor: one memory, all at version 1, at other times."""
+def test_version_counters_of_one_memory_have_separate_copies(device: str, disk_dir: Path) -> None:
+    """Gates that an LSTM splits from one tensor.
+
+    They share memory; each is at version 1, at different times.
+    """
 
     def run() -> torch.Tensor:
         first, second = (x * 2).unsafe_chunk(2)
@@ -128,7 +129,7 @@ def test_counters_of_their_own_have_copies_of_their_own(device: str, disk_dir: P
 
 
 @on_both
-def test_a_slice_does_not_keep_what_it_was_cut_from(device: str, disk_dir: Path) -> None:
+def test_small_slice_does_not_hold_its_large_base(device: str, disk_dir: Path) -> None:
     (x,) = random_matrices(1, device, size=128)
 
     def run() -> torch.Tensor:
@@ -146,7 +147,7 @@ def test_a_slice_does_not_keep_what_it_was_cut_from(device: str, disk_dir: Path)
 
 
 @pytest.mark.pretend_only("bytes")
-def test_device_memory_goes_while_the_forward_runs(pretend: Any, disk_dir: Path) -> None:
+def test_device_memory_is_released_during_the_forward(pretend: Any, disk_dir: Path) -> None:
     x, *weights = random_matrices(33, ACCELERATOR, size=128)
     pretend.synchronize()
     pretend.reset_counters()
@@ -167,7 +168,7 @@ def test_device_memory_goes_while_the_forward_runs(pretend: Any, disk_dir: Path)
 
 
 @on_both
-def test_a_store_may_be_shared_by_steps_in_threads(device: str, disk_dir: Path) -> None:
+def test_store_shared_by_threads_trains(device: str, disk_dir: Path) -> None:
     leaves = [random_matrices(5, device, seed=seed) for seed in range(3)]
     wanted = [plain_gradients(lambda m=m: chain(m[0], m[1:]), m) for m in leaves]
     with open_store(disk_dir, 12 * PAGE, device) as store, ThreadPoolExecutor(3) as threads:
@@ -185,8 +186,8 @@ def test_a_store_may_be_shared_by_steps_in_threads(device: str, disk_dir: Path) 
         assert_sound(store)
 
 
-class GivesAway(torch.autograd.Function):
-    """Its gradient is what it saved."""
+class ReturnsSaved(torch.autograd.Function):
+    """Its gradient is the tensor that it saved."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -201,14 +202,14 @@ class GivesAway(torch.autograd.Function):
 
 @on_both
 @pytest.mark.parametrize("changed", [True, False])
-def test_a_gradient_that_was_given_away_and_changed_is_noticed(
+def test_returned_gradient_changed_in_place_is_detected(
     changed: bool, device: str, disk_dir: Path
 ) -> None:
     x = torch.randn(64, 1024, device=device, requires_grad=True)
     wanted = 2 * x.detach()
     with open_store(disk_dir, 16 * PAGE * PAGE, device) as store:
         with offloading(store):
-            loss = GivesAway.apply(x).sum()
+            loss = ReturnsSaved.apply(x).sum()
         loss.backward(retain_graph=True)
         assert x.grad is not None
         assert torch.equal(x.grad, wanted)
@@ -225,7 +226,7 @@ def test_a_gradient_that_was_given_away_and_changed_is_noticed(
 
 
 @pytest.mark.parametrize("share", [0.5, "50%"])
-def test_the_smallest_size_is_no_share(share: object, disk_dir: Path) -> None:
+def test_min_size_given_as_a_fraction_raises(share: object, disk_dir: Path) -> None:
     with (
         open_store(disk_dir, 16 * PAGE * PAGE, "cpu") as store,
         pytest.raises(ValueError, match="bytes"),

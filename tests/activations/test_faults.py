@@ -1,4 +1,4 @@
-"""Disks that fail in a training step: an error that says so, nothing hangs, the next step works."""
+"""A disk that fails in a training step: it raises, nothing hangs, and the next step works."""
 
 from __future__ import annotations
 
@@ -32,19 +32,17 @@ from tierstore.errors import DiskFullError
 
 SIZE = 256  # a matrix is 256 KiB
 LAYERS = 6
-RAM = MIB  # of about three that are saved
-LIMIT = 20  # seconds in which a step that hangs shows the stacks of all threads
+RAM = MIB  # a step saves about three times as much
+LIMIT = 20  # seconds after which a step that hangs prints the stacks of all threads
 
 pytestmark = [
-    pytest.mark.full(
-        "devices differ in what test_training_steps.py does on both", keep="any device"
-    ),
+    pytest.mark.full("test_training_steps.py covers both devices", keep="any device"),
     pytest.mark.timeout(LIMIT * 6),
 ]
 
 
 class Step:
-    """A step that saves about three times the RAM budget, with its right gradients."""
+    """A step that saves about three times the RAM budget, with its correct gradients."""
 
     def __init__(self, device: str) -> None:
         self.x, *self.weights = self.leaves = random_matrices(LAYERS + 1, device, SIZE)
@@ -61,7 +59,7 @@ class Step:
         return list(torch.autograd.grad(loss, self.leaves))
 
     def works(self, store: TierStore) -> None:
-        """A whole step gives the right gradients, with bytes on the disk, and leaves nothing."""
+        """Check that a whole step gives the right gradients, spills to disk, and leaves nothing."""
         before = store.stats().bytes_written
         assert_equal(self.gradients(self.forward(store)), self.wanted)
         assert store.stats().bytes_written > before, "the disk was not needed"
@@ -72,7 +70,7 @@ class Step:
 @on_both
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 @pytest.mark.parametrize("call", ["pwrite", "posix_fallocate"])
-def test_a_disk_that_takes_no_more(call: str, number: int, device: str, disk_dir: Path) -> None:
+def test_spill_write_fails_raises(call: str, number: int, device: str, disk_dir: Path) -> None:
     step = Step(device)
     with open_store(disk_dir, RAM, device) as store:
         with system_call(call, fails_with=number) as failed:
@@ -82,12 +80,12 @@ def test_a_disk_that_takes_no_more(call: str, number: int, device: str, disk_dir
             assert len(failed) > 0
             del error
         assert_nothing_left(store)
-        step.works(store)  # the control too: without the fault
+        step.works(store)  # the control: no fault
 
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Makes a file system of so many bytes."""
+    """Return a function that makes a file system of so many bytes."""
     if not is_root() or shutil.which("mount") is None:
         pytest.skip("only root can mount a file system")
     mounts: list[Path] = []
@@ -97,7 +95,7 @@ def full_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
         place.mkdir()
         command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", str(place)]
         if subprocess.run(command, capture_output=True, check=False).returncode != 0:
-            pytest.skip("this machine lets nobody mount a file system")
+            pytest.skip("this machine does not allow mounting a file system")
         mounts.append(place)
         return place
 
@@ -107,7 +105,7 @@ def full_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 
 @on_both
-def test_a_disk_that_is_really_full(
+def test_full_disk_raises_and_later_steps_work(
     device: str, full_disk: Callable[[int], Path], disk_dir: Path
 ) -> None:
     step = Step(device)
@@ -116,7 +114,7 @@ def test_a_disk_that_is_really_full(
             with pytest.raises(DiskFullError):
                 step.gradients(step.forward(store))
             assert_nothing_left(store)
-        small = random_matrices(2, device, SIZE)  # what fits still works
+        small = random_matrices(2, device, SIZE)  # a smaller step still fits
         with offloading(store):
             loss = chain(small[0], small[1:])
         wanted = plain_gradients(lambda: chain(small[0], small[1:]), small)
@@ -126,7 +124,7 @@ def test_a_disk_that_is_really_full(
 
 
 @on_both
-def test_reads_that_fail(device: str, disk_dir: Path) -> None:
+def test_spill_read_fails_raises(device: str, disk_dir: Path) -> None:
     step = Step(device)
     with open_store(disk_dir, RAM, device) as store:
         loss = step.forward(store)
@@ -138,19 +136,19 @@ def test_reads_that_fail(device: str, disk_dir: Path) -> None:
             assert len(failed) > 0
             del loss, error
             assert_nothing_left(store)
-        step.works(store)  # the control too: without the fault
+        step.works(store)  # the control: no fault
 
 
 @on_both
-def test_a_read_that_failed_can_be_repeated(device: str, disk_dir: Path) -> None:
-    """The graph is still whole: with retain_graph the same backward works once the disk does."""
+def test_backward_after_a_failed_read_can_be_repeated(device: str, disk_dir: Path) -> None:
+    """The graph is still intact: with retain_graph the same backward works once the disk does."""
     step = Step(device)
     with open_store(disk_dir, RAM, device) as store:
         loss = step.forward(store)
         wait_until_idle(store)
         with system_call("preadv", fails_with=errno.EIO), pytest.raises(TransferError):
             torch.autograd.grad(loss, step.leaves, retain_graph=True)
-        # What was fetched early and failed is told once more to who needs it.
+        # An early fetch that failed raises once more for the reader that needs it.
         for _ in range(4 * LAYERS):
             try:
                 found = torch.autograd.grad(loss, step.leaves, retain_graph=True)
@@ -161,18 +159,18 @@ def test_a_read_that_failed_can_be_repeated(device: str, disk_dir: Path) -> None
 
 
 def damage(store: TierStore) -> int:
-    """Change every byte that was spilled. Returns how many there are."""
+    """Change every byte that was spilled; return how many there are."""
     spill = core_of(store).tiers.disk.spill
     assert spill is not None, "nothing was spilled"
     with open(spill.path, "r+b", buffering=0) as file:
-        there = os.pread(file.fileno(), spill.room()[0], 0)
+        there = os.pread(file.fileno(), spill.usage()[0], 0)
         os.pwrite(file.fileno(), bytes(byte ^ 0x10 for byte in there), 0)
         os.fsync(file.fileno())
     return len(there)
 
 
 @on_both
-def test_what_was_spilled_is_not_what_was_written(device: str, disk_dir: Path) -> None:
+def test_spilled_bytes_damaged_raises_corrupt_data_error(device: str, disk_dir: Path) -> None:
     step = Step(device)
     with open_store(disk_dir, RAM, device) as store:
         loss = step.forward(store)
@@ -186,8 +184,8 @@ def test_what_was_spilled_is_not_what_was_written(device: str, disk_dir: Path) -
 
 
 @on_both
-def test_without_checksums_the_damage_goes_through(device: str, disk_dir: Path) -> None:
-    """The control: the gradients are wrong, and only the checksums say so."""
+def test_spilled_bytes_damaged_without_checksums_are_used(device: str, disk_dir: Path) -> None:
+    """The control: the gradients are wrong, and only the checksums would show it."""
     step = Step(device)
     with open_store(disk_dir, RAM, device, verify="never") as store:
         loss = step.forward(store)
@@ -199,7 +197,7 @@ def test_without_checksums_the_damage_goes_through(device: str, disk_dir: Path) 
 
 
 @on_both
-def test_a_disk_budget_that_is_used_up(device: str, disk_dir: Path) -> None:
+def test_disk_budget_used_up_raises(device: str, disk_dir: Path) -> None:
     step = Step(device)
     with open_store(disk_dir, RAM, device, disk_budget=MIB) as store:
         with pytest.raises(TierStoreError, match="budget"):
@@ -210,8 +208,8 @@ def test_a_disk_budget_that_is_used_up(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_no_memory_left_for_the_gradient_of_others(device: str, disk_dir: Path) -> None:
-    """An error in another part of the backward pass: what was not read is not left behind."""
+def test_backward_error_elsewhere_leaves_nothing(device: str, disk_dir: Path) -> None:
+    """Another part of the backward pass raises: tensors that were not read yet are still freed."""
 
     class Fails(torch.autograd.Function):
         @staticmethod

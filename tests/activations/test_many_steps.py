@@ -1,4 +1,4 @@
-"""Nothing grows over hundreds of steps, and nothing is left behind by a process that is killed."""
+"""Memory does not grow over hundreds of steps, and a killed process leaves no files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.store.helpers import PATIENCE, files_below, on_both, open_store
 
 STEPS = 200
 WARM = 50
-"""Steps after which pools, caches and learned orders are as large as they get."""
+"""Steps after which pools, caches and learned orders have reached their full size."""
 
 
 @contextmanager
@@ -51,16 +51,16 @@ SAVED = 9 * stepping.SIZE**2 * 4
 """Bytes that a step saves."""
 
 
-@pytest.mark.full("hundreds of steps; a few leave nothing behind in test_training_steps.py")
+@pytest.mark.full("hundreds of steps; test_training_steps.py covers a few")
 @on_both
-def test_nothing_grows(device: str, disk_dir: Path) -> None:
+def test_many_steps_do_not_grow(device: str, disk_dir: Path) -> None:
     measured = measure(device, disk_dir, STEPS, "measure")
     assert measured[-1]["written"] > STEPS * SAVED // 10, "the disk was hardly used"
     assert all(step["groups"] == 0 for step in measured)
     assert all(not any(step["used"].values()) for step in measured)
     assert all(step["files"] == measured[0]["files"] for step in measured)
     warm, rest = measured[: WARM // stepping.EVERY], measured[WARM // stepping.EVERY :]
-    # How many slots a step needs at once depends on how fast the disk is; budgets do not.
+    # The number of slots that a step needs at once depends on the disk's speed; budgets do not.
     matrices = (2 * stepping.LAYERS + 2) * stepping.SIZE**2 * 4  # and gradients
     assert all(step["device"] <= matrices + stepping.BUDGET for step in measured)
     assert all(step["pinned"] <= stepping.BUDGET for step in measured)
@@ -68,14 +68,14 @@ def test_nothing_grows(device: str, disk_dir: Path) -> None:
     # A leak of one saved tensor of each step would be 37 MiB.
     grown = max(step["host"] for step in rest[-4:]) - max(step["host"] for step in warm)
     assert grown < 8 * 1024 * 1024
-    # A thread may have one in its hands at that moment; but not each time.
+    # A thread may hold one at that moment, but not each time.
     assert min(step["tensors"] for step in rest[-4:]) <= max(step["tensors"] for step in warm)
 
 
-@pytest.mark.full("hundreds of steps; a few leave nothing behind in test_training_steps.py")
+@pytest.mark.full("hundreds of steps; test_training_steps.py covers a few")
 @on_both
-def test_what_grows_would_be_noticed(device: str, disk_dir: Path) -> None:
-    """The control: the graphs of all steps are kept, and so is what they saved."""
+def test_many_steps_with_a_leak_grow(device: str, disk_dir: Path) -> None:
+    """The control: the graphs of all steps are kept, with the tensors that they saved."""
     measured = measure(device, disk_dir, 20, "leak")
     first, last = measured[0], measured[-1]
     assert last["groups"] > 3 * first["groups"] > 0
@@ -83,10 +83,10 @@ def test_what_grows_would_be_noticed(device: str, disk_dir: Path) -> None:
     assert last["tensors"] > first["tensors"]
 
 
-@pytest.mark.full("the file has no name, whoever is killed", keep=["forward-cpu"])
+@pytest.mark.full("the file has no name in any process", keep=["forward-cpu"])
 @on_both
 @pytest.mark.parametrize("part", ["forward", "backward"])
-def test_a_killed_process_leaves_no_file(part: str, device: str, disk_dir: Path) -> None:
+def test_killed_process_leaves_no_file(part: str, device: str, disk_dir: Path) -> None:
     with open_store(disk_dir):
         pass
     empty = files_below(disk_dir)

@@ -1,4 +1,4 @@
-"""The operating system enforces the budget: what does not fit in memory is trained all the same."""
+"""Under a memory limit of the operating system, a step larger than memory still trains."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def run(how: str, place: Path) -> subprocess.CompletedProcess[str]:
     return run_python(*words, environment=without_kept_addresses(), timeout=300)
 
 
-def test_a_step_of_five_times_the_memory_finishes(tmp_path: Path) -> None:
+def test_step_of_five_times_the_memory_limit_finishes(tmp_path: Path) -> None:
     done = run("store", tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     (result,) = results_in(done.stdout)
     activations = limited.LAYERS * limited.NUMBERS * 4
     assert activations >= 5 * limited.HEADROOM
     assert result["right"]
-    # The first layer's input is a leaf that wants a gradient, which is there anyway.
+    # The first layer's input is a leaf that requires a gradient, and present anyway.
     assert result["shipped"] >= activations - limited.NUMBERS * 4
     assert result["written"] >= activations - limited.HEADROOM
     assert result["peak"] <= limited.BUDGET
 
 
-@pytest.mark.full("a process of its own for each", keep=["nothing"])
+@pytest.mark.full("a separate process for each", keep=["nothing"])
 @pytest.mark.parametrize("how", ["nothing", "save_on_cpu"])
-def test_without_the_store_it_does_not(how: str, tmp_path: Path) -> None:
+def test_step_without_the_store_exceeds_the_memory_limit(how: str, tmp_path: Path) -> None:
     """The control."""
     done = run(how, tmp_path)
     assert done.returncode == 1

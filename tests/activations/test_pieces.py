@@ -1,4 +1,4 @@
-"""Pieces of memory that are looked at in more than one way, or in passes that overlap."""
+"""Storages that are viewed in more than one way, or saved in overlapping passes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,15 @@ from tests.activations.helpers import (
 )
 from tierstore.adapters.activations import cache
 
-pytestmark = pytest.mark.full(
-    "devices differ in what test_training_steps.py does on both", keep="any device"
-)
+pytestmark = pytest.mark.full("test_training_steps.py covers both devices", keep="any device")
 
 LENGTH = 2000
 TRAIL = 2000
-"""Far more pieces than are alive at a time."""
+"""Far more storages than are alive at a time."""
 
 
 @on_both
-def test_a_slice_that_is_small_for_one_and_large_for_another(device: str, disk_dir: Path) -> None:
+def test_slice_below_and_above_min_size_is_counted_once(device: str, disk_dir: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     large = torch.randn(512 * 512, generator=generator).to(device)
     weight = torch.randn(LENGTH, generator=generator).to(device).requires_grad_()
@@ -47,7 +45,7 @@ def test_a_slice_that_is_small_for_one_and_large_for_another(device: str, disk_d
 
 
 @on_both
-def test_passes_that_overlap_leave_no_traces(device: str, disk_dir: Path) -> None:
+def test_overlapping_passes_leave_no_records(device: str, disk_dir: Path) -> None:
     weight = torch.randn(16, 16).to(device).requires_grad_()
     with open_store(disk_dir, 8 * MIB, device=device) as store:
         context = offloading(store, 1)
@@ -59,7 +57,7 @@ def test_passes_that_overlap_leave_no_traces(device: str, disk_dir: Path) -> Non
                     value = (value * weight).sin()
                 return value.sum()
 
-        first = forward()  # stays to the end
+        first = forward()  # lives to the end
         before = forward()
         for _ in range(TRAIL // 20):
             now = forward()
@@ -71,10 +69,13 @@ def test_passes_that_overlap_leave_no_traces(device: str, disk_dir: Path) -> Non
         assert_nothing_left(store)
 
 
-def test_saved_piece_failed_init_raises_nothing_else(
+def test_saved_piece_failed_init_raises_only_its_error(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A finalizer of what was never whole: pytest fails a test with an unraisable exception."""
+    """The finalizer of a half-made object must not raise.
+
+    Pytest fails a test with an unraisable exception.
+    """
 
     def refuse(tensor: torch.Tensor) -> None:
         raise RuntimeError("no watch")

@@ -1,4 +1,4 @@
-"""What is shipped: each piece of memory once, no more of it than is looked at, no parameters."""
+"""Each storage is offloaded once, only the part that is viewed, and never a parameter."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ from tests.activations.helpers import (
 from tests.helpers.engine import core_of
 from tierstore.model.tiers import Tier
 
-pytestmark = pytest.mark.full(
-    "devices differ in what test_training_steps.py does on both", keep="any device"
-)
+pytestmark = pytest.mark.full("test_training_steps.py covers both devices", keep="any device")
 
 RAM = 8 * MIB
 BYTES = 64 * 64 * 4
@@ -76,7 +74,7 @@ VIEWS: list[Callable[[torch.Tensor], torch.Tensor]] = [
 
 @on_both
 @pytest.mark.parametrize("view", VIEWS, ids=lambda view: view.__name__)
-def test_a_view_shares_the_copy_and_keeps_its_strides(
+def test_saved_view_shares_the_copy_and_keeps_its_strides(
     view: Callable[[torch.Tensor], torch.Tensor], device: str, disk_dir: Path
 ) -> None:
     def loss(look: bool = False) -> torch.Tensor:
@@ -111,7 +109,7 @@ def test_a_view_shares_the_copy_and_keeps_its_strides(
 
 
 @on_both
-def test_many_uses_of_one_tensor_are_one_copy(device: str, disk_dir: Path) -> None:
+def test_tensor_saved_many_times_is_one_copy(device: str, disk_dir: Path) -> None:
     def loss() -> torch.Tensor:
         base = torch.tanh(x)
         return sum((base @ weight).sum() for weight in weights)  # type: ignore[return-value]
@@ -127,7 +125,7 @@ def test_many_uses_of_one_tensor_are_one_copy(device: str, disk_dir: Path) -> No
 
 
 @on_both
-def test_what_is_expanded_is_not_written_out(device: str, disk_dir: Path) -> None:
+def test_expanded_tensor_is_stored_unexpanded(device: str, disk_dir: Path) -> None:
     def loss() -> torch.Tensor:
         row = x * 2
         return torch.sin(row.expand(1000, 4096)).sum()
@@ -140,7 +138,7 @@ def test_what_is_expanded_is_not_written_out(device: str, disk_dir: Path) -> Non
 
 
 @on_both
-def test_a_few_bytes_of_a_large_storage_do_not_ship_all_of_it(device: str, disk_dir: Path) -> None:
+def test_small_view_of_a_large_storage_is_stored_alone(device: str, disk_dir: Path) -> None:
     def loss() -> torch.Tensor:
         large = x * 2
         return torch.sin(large[500:510]).sum()
@@ -154,8 +152,8 @@ def test_a_few_bytes_of_a_large_storage_do_not_ship_all_of_it(device: str, disk_
 
 
 @on_both
-def test_slices_that_cover_a_storage_are_shipped(device: str, disk_dir: Path) -> None:
-    """Together they look at all of it, as the parts of a fused projection do."""
+def test_slices_that_cover_a_storage_are_stored_once(device: str, disk_dir: Path) -> None:
+    """Together they view all of it, as the parts of a fused projection do."""
 
     def loss() -> torch.Tensor:
         fused = x @ weight
@@ -172,7 +170,7 @@ def test_slices_that_cover_a_storage_are_shipped(device: str, disk_dir: Path) ->
 
 
 @on_both
-def test_a_product_with_its_own_transpose(device: str, disk_dir: Path) -> None:
+def test_product_with_own_transpose_is_stored_once(device: str, disk_dir: Path) -> None:
     def loss() -> torch.Tensor:
         h = torch.tanh(x)
         return (h @ h.t()).square().mean()
@@ -184,12 +182,12 @@ def test_a_product_with_its_own_transpose(device: str, disk_dir: Path) -> None:
         assert store.stats().activations.shipped_bytes == 2 * BYTES
 
 
-# What stays --------------------------------------------------------------------------------------
+# Tensors that are not stored ---------------------------------------------------------------------
 
 
 @on_both
 @pytest.mark.parametrize("named", [True, False], ids=["model named", "model not named"])
-def test_no_parameter_is_shipped(named: bool, device: str, disk_dir: Path) -> None:
+def test_parameters_of_the_model_are_not_stored(named: bool, device: str, disk_dir: Path) -> None:
     """Large weights and small inputs: `nn.Linear` saves a view of its weight, a plain tensor."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(4))).to(device)
@@ -205,9 +203,7 @@ def test_no_parameter_is_shipped(named: bool, device: str, disk_dir: Path) -> No
 
 
 @on_both
-def test_frozen_parameters_and_buffers_of_the_model_are_not_shipped(
-    device: str, disk_dir: Path
-) -> None:
+def test_frozen_parameters_and_buffers_are_not_stored(device: str, disk_dir: Path) -> None:
     class Frozen(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -229,7 +225,7 @@ def test_frozen_parameters_and_buffers_of_the_model_are_not_shipped(
 
 
 @on_both
-def test_what_is_smaller_than_min_size_stays(device: str, disk_dir: Path) -> None:
+def test_tensors_below_min_size_are_not_stored(device: str, disk_dir: Path) -> None:
     def loss() -> torch.Tensor:
         return torch.sin(x * 2).square().sum()  # saves two tensors of BYTES
 
@@ -245,8 +241,8 @@ def test_what_is_smaller_than_min_size_stays(device: str, disk_dir: Path) -> Non
 
 
 @on_both
-def test_the_profile_adds_up(device: str, disk_dir: Path) -> None:
-    """What is saved was shipped or kept, and what was kept has a reason."""
+def test_activation_statistics_add_up(device: str, disk_dir: Path) -> None:
+    """Each saved byte was either offloaded or kept, and each kept byte has a reason."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64))
     model = model.to(device)
@@ -280,11 +276,11 @@ def test_sparse_tensors_pass_through(device: str, disk_dir: Path) -> None:
         assert store.stats().activations.shipped_bytes > 0
 
 
-# What comes back ---------------------------------------------------------------------------------
+# Restored tensors --------------------------------------------------------------------------------
 
 
 @on_both
-def test_a_saved_tensor_can_be_read_again_and_again(device: str, disk_dir: Path) -> None:
+def test_saved_tensor_read_repeatedly_is_equal(device: str, disk_dir: Path) -> None:
     x = leaf(device, 64, 64)
     with open_store(disk_dir, RAM, device) as store:
         with offloading(store):
@@ -296,7 +292,7 @@ def test_a_saved_tensor_can_be_read_again_and_again(device: str, disk_dir: Path)
             assert_equal([found], [saved.detach()])
             assert found.stride() == saved.stride()
         del saved, found
-        for _ in range(2):  # and when nobody else has it any more
+        for _ in range(2):  # and when nothing else refers to it any more
             found = value.grad_fn._saved_self
             assert_equal([found], [(x * 2).t().detach()])
             assert found.stride() == (1, 64)
@@ -309,7 +305,7 @@ def test_a_saved_tensor_can_be_read_again_and_again(device: str, disk_dir: Path)
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64], ids=str
 )
-def test_dtypes_come_back(dtype: torch.dtype, device: str, disk_dir: Path) -> None:
+def test_saved_dtypes_are_restored(dtype: torch.dtype, device: str, disk_dir: Path) -> None:
     def loss() -> torch.Tensor:
         total = torch.sin(base * 2).abs().square()
         picked = torch.where(base.real > 0, total, total * 3)  # saves a mask of bool
@@ -324,7 +320,7 @@ def test_dtypes_come_back(dtype: torch.dtype, device: str, disk_dir: Path) -> No
 
 
 @on_both
-def test_the_same_memory_is_given_to_all_who_read_it_at_once(device: str, disk_dir: Path) -> None:
+def test_concurrent_readers_of_a_storage_share_its_memory(device: str, disk_dir: Path) -> None:
     """An operation that saved a tensor and its view gets back a tensor and its view."""
 
     class Both(torch.autograd.Function):

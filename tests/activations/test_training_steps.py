@@ -29,19 +29,19 @@ from tests.store.helpers import PAGE, assert_sound, wait_until
 from tierstore.model.sizes import round_up
 
 WAYS = [(how, fraction) for how in ("none", "ours") for fraction in FRACTIONS] + [("theirs", 0.1)]
-"""How a model is checkpointed, and the RAM budget as a share of what it saves then."""
+"""Pairs of a checkpointing method and a RAM budget, as a fraction of the bytes saved with it."""
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each model."""
+    """Make a checkpoint of each model."""
     place = tmp_path_factory.mktemp("models")
     return {kind: build(place / kind, "tiny") for kind, build in pipelines.BUILDERS.items()}
 
 
 @functools.lru_cache(maxsize=1)
 def prepared(kind: str, checkpoint: Path, device: str) -> tuple[Trained, list[torch.Tensor]]:
-    """A model, and its gradients in a run without the store and without checkpointing."""
+    """Return a model, and its gradients without the store and without checkpointing."""
     step = trained(kind, checkpoint, device)
     step.checkpoint("none")
     wanted = plain_gradients(step.loss, step.leaves)
@@ -52,7 +52,7 @@ def prepared(kind: str, checkpoint: Path, device: str) -> tuple[Trained, list[to
 
 @functools.lru_cache(maxsize=1)
 def saved_bytes(kind: str, checkpoint: Path, device: str, how: str) -> Saved:
-    """What a step saves, but for parameters and buffers."""
+    """Return the bytes that a step saves, except for parameters and buffers."""
     step, _ = prepared(kind, checkpoint, device)
     step.checkpoint(how)
     saved = Saved(SMALL)
@@ -70,11 +70,11 @@ def nothing_kept() -> Iterator[None]:
     saved_bytes.cache_clear()
 
 
-@pytest.mark.full("what is saved of a model, how it is checkpointed, and the device", keep="values")
+@pytest.mark.full("model, checkpointing and device are independent", keep="values")
 @pytest.mark.parametrize(("how", "fraction"), WAYS)
 @pytest.mark.parametrize("kind", pipelines.KINDS)
 @on_both
-def test_gradients(
+def test_training_step_gradients_and_memory_are_right(
     device: str,
     kind: str,
     how: str,
@@ -91,7 +91,7 @@ def test_gradients(
         context = offloading(store, SMALL, model=step.model)
         assert_equal(plain_gradients(step.loss, step.leaves, context), wanted)
         stats = store.stats()
-        # Kept out of the bound: what parameters take. So none of them was shipped either.
+        # The bound excludes the bytes of parameters, so it also shows that none was offloaded.
         if how != "ours":
             assert 0 < stats.activations.shipped_bytes <= saved.nbytes
         assert stats.activations.shipped_bytes > 0
@@ -105,10 +105,10 @@ def test_gradients(
 @pytest.mark.full("test_pieces.py counts the same")
 @pytest.mark.pretend_only("bytes")
 @pytest.mark.parametrize("kind", pipelines.KINDS)
-def test_memory_on_the_device_and_page_locked(
+def test_training_step_device_and_pinned_memory_are_bounded(
     kind: str, pretend: Any, checkpoints: dict[str, Path], disk_dir: Path
 ) -> None:
-    """At the end of the forward 95 % of what is saved has left the device, and RAM is in budget."""
+    """After the forward, 95 % of the saved bytes have left the device. RAM stays in budget."""
     step, wanted = prepared(kind, checkpoints[kind], ACCELERATOR)
     saved = saved_bytes(kind, checkpoints[kind], ACCELERATOR, "none")
     step.checkpoint("none")

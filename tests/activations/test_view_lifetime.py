@@ -1,4 +1,4 @@
-"""What a backward pass reads lies in the store's memory, which counts for the budget until then."""
+"""Tensors that backward reads lie in the store's memory and count against its budget."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PIECE = 4 * PAGE
 
 
 def read_all(loss: torch.Tensor) -> list[torch.Tensor]:
-    """What the nodes of a graph have saved, from its end to its start, as a backward reads it."""
+    """Return the tensors that the nodes of a graph have saved, in backward order."""
     found: list[torch.Tensor] = []
     node: Any = loss.grad_fn
     while node is not None:
@@ -40,7 +40,7 @@ def read_all(loss: torch.Tensor) -> list[torch.Tensor]:
 
 
 @on_both
-def test_what_is_read_and_kept_is_within_the_budget_or_a_copy(device: str, disk_dir: Path) -> None:
+def test_backward_views_kept_are_in_budget_or_copies(device: str, disk_dir: Path) -> None:
     x, *weights = random_matrices(9, device)
     wanted = [tensor.clone() for tensor in read_all(chain(x, weights))]
     with open_store(disk_dir, 10 * PIECE, device) as store:
@@ -48,34 +48,34 @@ def test_what_is_read_and_kept_is_within_the_budget_or_a_copy(device: str, disk_
             loss = chain(x, weights)
         found = read_all(loss)
         with core_of(store).lock:
-            lent = len(core_of(store).leases)
-        assert 0 < lent < len({tensor.data_ptr() for tensor in found})
+            leased = len(core_of(store).leases)
+        assert 0 < leased < len({tensor.data_ptr() for tensor in found})
         assert_equal(found, wanted)
         assert_sound(store)
         del found
         for key in store:
-            store.get(key)  # all that was lent makes room for the next
+            store.get(key)  # all leased memory is reclaimed for the next group
         assert_sound(store)
         del loss
         assert_nothing_left(store)
 
 
 @on_both
-def test_nobody_else_gets_memory_that_is_looked_at(device: str, disk_dir: Path) -> None:
+def test_backward_view_memory_is_not_reused_while_viewed(device: str, disk_dir: Path) -> None:
     (x,) = random_matrices(1, device)
     with open_store(disk_dir, 4 * PIECE, device) as store:
         with offloading(store):
             value = (x * 2).sin()
-        looked_at = value.grad_fn._saved_self.t()
+        viewed = value.grad_fn._saved_self.t()
         addresses = set()
         for number in range(8):
             store.put("other", pages(number, 4))
             with store.acquire("other") as lease:
                 addresses.add(lease.tensor.data_ptr())
                 assert (lease.tensor == number).all()
-        assert addresses and looked_at.data_ptr() not in addresses
-        assert_equal([looked_at], [(x * 2).detach().t()])
-        del looked_at, value
+        assert addresses and viewed.data_ptr() not in addresses
+        assert_equal([viewed], [(x * 2).detach().t()])
+        del viewed, value
         assert_nothing_left_but(store, "other")
 
 
@@ -87,10 +87,10 @@ def assert_nothing_left_but(store: Any, key: str) -> None:
 
 @on_both
 @pytest.mark.parametrize("used_before", [True, False])
-def test_what_is_lent_leaves_room_for_the_largest_group(
+def test_backward_views_leave_space_for_the_largest_group(
     used_before: bool, device: str, disk_dir: Path
 ) -> None:
-    """Such as the weights that the same node of the graph reads."""
+    """For example the weights that the same graph node reads."""
     (x,) = random_matrices(1, device)
     with open_store(disk_dir, 4 * PIECE, device) as store:
         store.put("weights", pages(1, 16))
@@ -102,14 +102,14 @@ def test_what_is_lent_leaves_room_for_the_largest_group(
         if used_before:
             with store.acquire("weights") as lease:
                 assert (lease.tensor == 1).all()
-        else:  # the control: then it is lent
+        else:  # the control: then it is leased
             with pytest.raises(BudgetError):
                 store.acquire("weights", timeout=20)
         assert_equal([found], [(x * 2).detach()])
 
 
 @needs_accelerator
-def test_the_forward_waits_for_no_copy(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_does_not_wait_for_copies(disk_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     x, *weights = leaves = random_matrices(17, ACCELERATOR, size=128)
     wanted = plain_gradients(lambda: chain(x, weights), leaves)
     waited: list[str] = []
@@ -131,5 +131,5 @@ def test_the_forward_waits_for_no_copy(disk_dir: Path, monkeypatch: pytest.Monke
         event = Watched(ACCELERATOR)
         event.record()
         event.synchronize()
-        assert waited.count("MainThread") == 1, "nobody would have been seen"
+        assert waited.count("MainThread") == 1, "the control did not wait"
         assert memory_held(store)["DEVICE"] <= 32 * PIECE

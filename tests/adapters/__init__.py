@@ -1,1 +1,1 @@
-"""The adapters: real pipelines and models that run with their weights in a store."""
+"""Adapters: real pipelines and models that run with their weights in a store."""

@@ -1,4 +1,4 @@
-"""Checkpoints and un-offloaded runs, each made once for all tests of the adapters."""
+"""Fixtures: checkpoints and un-offloaded runs, each made once for all tests of the adapters."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Checkpoints = Callable[..., Path]
 
 
 def acquires(store: TierStore) -> int:
-    """How often a group was asked for."""
+    """Return the number of leases of groups."""
     stats = store.stats()
     return stats.hits + stats.late + stats.misses
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """`checkpoint(kind, size="tiny", **seeds)`: a directory that nobody may change."""
+    """Return `checkpoint(kind, size="tiny", **seeds)`, which makes a read-only directory."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     @functools.cache
@@ -52,8 +52,8 @@ class Reference:
     """The un-offloaded run of a reloaded pipeline.
 
     `weights` are the bytes of all its weights, `needed` those of the parameters whose modules ran.
-    On an accelerator, `activations` is how far the run took the peak above what weights and
-    buffers take there, and `read_back` how many bytes it copied from there.
+    On an accelerator, `activations` is how far the run took the peak above the memory of weights
+    and buffers there, and `read_back` how many bytes it copied from there.
     """
 
     output: torch.Tensor
@@ -68,7 +68,7 @@ References = Callable[..., Reference]
 
 @pytest.fixture(scope="session")
 def reference(checkpoint: Checkpoints) -> References:
-    """`reference(kind, size="tiny", device="cpu")`."""
+    """Return `reference(kind, size="tiny", device="cpu")`, which runs a plain pipeline once."""
 
     @functools.cache
     def run(kind: str, size: str = "tiny", device: str = "cpu") -> Reference:
@@ -89,13 +89,13 @@ def reference(checkpoint: Checkpoints) -> References:
 
 
 def start_measuring() -> None:
-    """Let what is garbage go, then set the counters and peaks of the accelerator back."""
+    """Collect garbage, then reset the counters and peaks of the accelerator."""
     gc.collect()
     accelerator.start_counting()
 
 
 def run_and_count(kind: str, pipe: Any, device: str) -> tuple[torch.Tensor, int]:
-    """The output, and the bytes of the parameters of all modules whose forward ran."""
+    """Return the output, and the bytes of the parameters of all modules whose forward ran."""
     parts = pipelines.components(pipe).values()
     with called_modules(*parts) as called:
         output = pipelines.run(kind, pipe, device=device)
@@ -105,7 +105,7 @@ def run_and_count(kind: str, pipe: Any, device: str) -> tuple[torch.Tensor, int]
 
 @contextmanager
 def called_modules(*roots: nn.Module) -> Iterator[set[nn.Module]]:
-    """Collects every module below `roots` that is called inside."""
+    """Collect every module below `roots` that is called inside the context."""
     called: set[nn.Module] = set()
     hooks = [
         module.register_forward_pre_hook(lambda module, args: called.add(module))
@@ -118,7 +118,7 @@ def called_modules(*roots: nn.Module) -> Iterator[set[nn.Module]]:
 
 
 def a_third_of(target: Any, disk_dir: Path, device: str) -> TierStore:
-    """A store whose budgets are a third of the weights."""
+    """Return a store whose budgets are a third of the weights."""
     return open_store(disk_dir, pipelines.weight_bytes(target) // 3, device)
 
 

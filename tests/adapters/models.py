@@ -43,7 +43,7 @@ class Enclosing(nn.Module):
 
 
 class Caching(nn.Module):
-    """Adds to a cache that its caller gave it, as video autoencoders do."""
+    """Appends to a cache from its caller, as video autoencoders do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,5 +55,5 @@ class Caching(nn.Module):
 
 
 def given() -> torch.Tensor:
-    """The input of all of them."""
+    """Return the input of all these models."""
     return torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))

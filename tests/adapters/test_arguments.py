@@ -1,4 +1,4 @@
-"""Every argument of enable_group_offload, and what it refuses."""
+"""Arguments of enable_group_offload, and the invalid ones that raise."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tierstore import TierStore, disable_offload, enable_group_offload
 from tierstore.errors import BudgetError
 
 pytestmark = pytest.mark.full(
-    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    "model and partition are independent; test_parity.py covers both devices",
     keep="a third",
 )
 
@@ -35,7 +35,7 @@ PLENTY = 1 << 20
 
 
 def layers(groups: dict[str, list[str]]) -> list[list[str]]:
-    """The layers that each group holds the weights of."""
+    """Return the layers whose weights are in each group."""
     return [list(dict.fromkeys(n.rpartition(".")[0] for n in names)) for names in groups.values()]
 
 
@@ -46,11 +46,11 @@ def assert_right(model: nn.Module, made: type[nn.Module], device: str) -> None:
         assert torch.equal(model(given()).cpu(), expected)
 
 
-# How a model is cut -------------------------------------------------------------------------------
+# Partition of a model -----------------------------------------------------------------------------
 
 
 @ON_BOTH
-def test_leaf_level_cuts_between_modules(device: str, disk_dir: Path) -> None:
+def test_leaf_level_divides_between_modules(device: str, disk_dir: Path) -> None:
     model = Tower()
     with (
         open_store(disk_dir, PLENTY, device) as store,
@@ -79,7 +79,7 @@ def test_leaf_level_cuts_between_modules(device: str, disk_dir: Path) -> None:
         (9, [["blocks.0", "blocks.1", "blocks.2", "blocks.3"]]),
     ),
 )
-def test_num_blocks_per_group(
+def test_num_blocks_per_group_sets_the_groups(
     count: int, blocks: list[list[str]], device: str, disk_dir: Path
 ) -> None:
     model = Tower()
@@ -106,7 +106,7 @@ def test_group_size_is_an_upper_bound(offload_type: str, size: int | str, disk_d
         assert_right(model, Tower, "cpu")
 
 
-def test_without_sizes_many_groups_fit_beside_each_other(
+def test_default_size_makes_groups_that_fit_side_by_side(
     checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     model = pipelines.load("llama", checkpoint("llama", "small"))
@@ -140,7 +140,7 @@ def test_block_modules_are_kept_whole(disk_dir: Path) -> None:
         assert torch.equal(tower(given()), expected)
 
 
-# What is left out ---------------------------------------------------------------------------------
+# Excluded modules ---------------------------------------------------------------------------------
 
 
 @ON_BOTH
@@ -166,7 +166,7 @@ def test_excluded_modules_stay_on_the_device(
         assert torch.equal(output, reference("flux", device=device).output)
 
 
-def test_excluding_what_is_not_there(checkpoint: Checkpoints, disk_dir: Path) -> None:
+def test_excluding_an_unknown_module_raises(checkpoint: Checkpoints, disk_dir: Path) -> None:
     pipe = pipelines.load("flux", checkpoint("flux"))
     with (
         TierStore(PLENTY, disk_dir, device="cpu") as store,
@@ -195,7 +195,7 @@ def test_excluded_keywords_are_not_moved(named_by: str, disk_dir: Path) -> None:
         assert model.seen["caches"] is on_device  # nothing to move: the very same list
 
 
-# What diffusers has, and the store replaces -------------------------------------------------------
+# Offloading of diffusers that the store replaces --------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -245,10 +245,10 @@ def test_replaced_arguments_name_their_replacement(
         ({"num_blocks_per_group": 1.5}, "positive int"),
         ({"num_blocks_per_group": 1, "group_size": "1MB"}, "pass one"),
         ({"group_size": "8"}, "'8'"),
-        ({"onload_device": "cuda:0"}, "the store serves cpu|no cuda device here"),
+        ({"onload_device": "cuda:0"}, "the store serves cpu|no cuda device"),
     ),
 )
-def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str, disk_dir: Path) -> None:
+def test_invalid_arguments_raise(arguments: dict[str, Any], message: str, disk_dir: Path) -> None:
     model = Tower()
     with TierStore(PLENTY, disk_dir, device="cpu") as store:
         with pytest.raises(ValueError, match=message):
@@ -259,7 +259,7 @@ def test_arguments_that_cannot_be(arguments: dict[str, Any], message: str, disk_
 
 @needs_accelerator
 @pytest.mark.two_devices
-def test_the_onload_device_is_the_store_s(disk_dir: Path) -> None:
+def test_onload_device_is_that_of_the_store(disk_dir: Path) -> None:
     with open_store(disk_dir, PLENTY, ACCELERATOR) as store:
         model = Tower()
         handle = enable_group_offload(model, store, onload_device=ACCELERATOR)
@@ -270,7 +270,7 @@ def test_the_onload_device_is_the_store_s(disk_dir: Path) -> None:
         assert_right(model, Tower, ACCELERATOR)
 
 
-def test_what_is_no_store_and_what_is_no_model(disk_dir: Path) -> None:
+def test_wrong_types_of_store_and_model_raise(disk_dir: Path) -> None:
     with pytest.raises(TypeError, match=r"TierStore\(ram_budget, disk_dir\)"):
         enable_group_offload(Tower(), disk_dir)
     with (
@@ -280,11 +280,11 @@ def test_what_is_no_store_and_what_is_no_model(disk_dir: Path) -> None:
         enable_group_offload({"weight": torch.zeros(1)}, store)
 
 
-# Beside other ways of offloading ------------------------------------------------------------------
+# Other offloading ---------------------------------------------------------------------------------
 
 
 @ON_BOTH
-def test_diffusers_sees_where_the_pipeline_runs(
+def test_diffusers_sees_the_execution_device(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     pipe = pipelines.load("flux", checkpoint("flux"))
@@ -309,10 +309,8 @@ def test_moving_an_offloaded_pipeline_moves_nothing(
 
 
 @pytest.mark.parametrize("way", ("alone", "with a device", "by name"))
-def test_an_offloaded_pipeline_is_converted(
-    way: str, checkpoint: Checkpoints, disk_dir: Path
-) -> None:
-    """diffusers passes over models that are offloaded."""
+def test_offloaded_pipeline_is_converted(way: str, checkpoint: Checkpoints, disk_dir: Path) -> None:
+    """diffusers skips models that are offloaded."""
     plain, pipe = (pipelines.load("flux", checkpoint("flux")) for _ in range(2))
     plain.to(torch.float32)
     with a_third_of(pipe, disk_dir, "cpu") as store:
@@ -342,7 +340,7 @@ def test_an_offloaded_pipeline_is_converted(
 
 @ON_BOTH
 @pytest.mark.parametrize("other", ("enable_model_cpu_offload", "enable_sequential_cpu_offload"))
-def test_diffusers_refuses_other_offloading_on_top(
+def test_diffusers_offloading_on_top_raises(
     other: str, device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     pipe = pipelines.load("flux", checkpoint("flux"))
@@ -353,7 +351,7 @@ def test_diffusers_refuses_other_offloading_on_top(
         assert torch.equal(output, reference("flux", device=device).output)
 
 
-def test_a_model_that_accelerate_offloads_is_refused(disk_dir: Path) -> None:
+def test_model_offloaded_by_accelerate_raises(disk_dir: Path) -> None:
     model = Tower()
     accelerate.cpu_offload(model, torch.device("cpu"))
     with TierStore(PLENTY, disk_dir, device="cpu") as store:
@@ -365,17 +363,17 @@ def test_a_model_that_accelerate_offloads_is_refused(disk_dir: Path) -> None:
         assert_right(model, Tower, "cpu")
 
 
-def test_a_model_that_diffusers_offloads_is_refused(disk_dir: Path, tmp_path: Path) -> None:
+def test_model_offloaded_by_diffusers_raises(disk_dir: Path, tmp_path: Path) -> None:
     model = Tower()
     diffusers_offload(model, tmp_path / "diffusers")
     with (
         TierStore(PLENTY, disk_dir, device="cpu") as store,
-        pytest.raises(ValueError, match="offloaded already"),
+        pytest.raises(ValueError, match="already offloaded"),
     ):
         enable_group_offload(model, store)
 
 
-def test_a_model_on_another_store_is_refused(
+def test_model_on_another_store_raises(
     checkpoint: Checkpoints, reference: References, disk_dir: Path, tmp_path: Path
 ) -> None:
     pipe = pipelines.load("flux", checkpoint("flux"))
@@ -384,7 +382,7 @@ def test_a_model_on_another_store_is_refused(
         a_third_of(pipe, tmp_path / "other", "cpu") as other,
         enable_group_offload(pipe, store),
     ):
-        with pytest.raises(ValueError, match="offloaded already"):
+        with pytest.raises(ValueError, match="already offloaded"):
             enable_group_offload(pipe.transformer, other)
         assert torch.equal(pipelines.run("flux", pipe), reference("flux").output)
 
@@ -394,7 +392,7 @@ def test_a_model_on_another_store_is_refused(
 
 @ON_BOTH
 @pytest.mark.parametrize("kind", ("flux", "llama"))
-def test_a_budget_below_the_largest_group(
+def test_budget_below_the_largest_group_raises(
     kind: str, device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     pipe = pipelines.load(kind, checkpoint(kind))
@@ -411,7 +409,7 @@ def test_a_budget_below_the_largest_group(
 
 
 @needs_accelerator
-def test_the_budget_that_is_too_small_is_named(disk_dir: Path, tmp_path: Path) -> None:
+def test_budget_error_names_the_tier(disk_dir: Path, tmp_path: Path) -> None:
     small = BLOCK_BYTES - 4096
     with TierStore(PLENTY, disk_dir, device=ACCELERATOR, device_budget=small) as store:
         with pytest.raises(BudgetError, match="raise device_budget") as caught:
@@ -437,8 +435,8 @@ class Counting(Tower):
 
 @needs_accelerator
 @torch.no_grad()
-def test_a_budget_below_the_largest_group_and_what_stays(disk_dir: Path) -> None:
-    """The error says what would do, and so it does."""
+def test_budget_error_includes_resident_buffers(disk_dir: Path) -> None:
+    """The budget that the error advises works."""
     model = Counting()
     expected = Counting().to(ACCELERATOR)(given().to(ACCELERATOR)).cpu()
     budget = BLOCK_BYTES + 16384
@@ -461,9 +459,11 @@ def test_a_budget_below_the_largest_group_and_what_stays(disk_dir: Path) -> None
 
 @ON_BOTH
 @torch.no_grad()
-def test_enclosing_weight_without_room_beside_blocks_runs(device: str, disk_dir: Path) -> None:
-    """A weight around blocks is leased for as long as the module runs if there is room for it
-    beside each of them; otherwise, for each operation."""
+def test_enclosing_weight_without_space_beside_blocks_runs(device: str, disk_dir: Path) -> None:
+    """A weight around blocks is leased for the whole call if it fits beside each of them.
+
+    Otherwise, it is leased for each operation.
+    """
     for budget in (BLOCK_BYTES + 8192, 2 * BLOCK_BYTES + 8192):
         model = Enclosing()
         with open_store(disk_dir, budget, device) as store:
@@ -472,7 +472,7 @@ def test_enclosing_weight_without_room_beside_blocks_runs(device: str, disk_dir:
             assert store.stats().bytes_read >= 5 * BLOCK_BYTES - 256
 
 
-def test_a_model_that_says_it_cannot_be_offloaded_in_groups(disk_dir: Path) -> None:
+def test_model_without_group_offload_support_raises(disk_dir: Path) -> None:
     model = Tower()
     model._supports_group_offloading = False
     with (

@@ -1,4 +1,4 @@
-"""A parameter shows other memory and stays the same object, also where torch refuses `.data =`."""
+"""A parameter can view other memory and stay the same object, even where `.data =` raises."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ class Stubborn(torch.nn.Parameter):
 
 
 @pytest.mark.parametrize("kind", [torch.nn.Parameter, Stubborn])
-def test_there_and_back(kind: type[torch.nn.Parameter]) -> None:
+def test_assign_and_back_keeps_the_parameter(kind: type[torch.nn.Parameter]) -> None:
     parameter = kind(torch.arange(3.0))
     parameter.note = "kept"
-    identity, home = id(parameter), parameter.detach()
+    identity, original = id(parameter), parameter.detach()
 
     assign(parameter, torch.full((3,), 7.0, device=ACCELERATOR))
     assert parameter.device.type == ACCELERATOR
     assert parameter.tolist() == [7.0, 7.0, 7.0]
 
-    assign(parameter, home)
+    assign(parameter, original)
     assert parameter.device.type == "cpu"
-    assert parameter.data_ptr() == home.data_ptr()
+    assert parameter.data_ptr() == original.data_ptr()
     assert (id(parameter), type(parameter), parameter.note) == (identity, kind, "kept")
     assert parameter.requires_grad
 
 
-def test_the_stubborn_one_really_refuses() -> None:
+def test_stubborn_parameter_rejects_data() -> None:
     with pytest.raises(RuntimeError, match="set_data"):
         Stubborn(torch.zeros(1)).data = torch.zeros(1)

@@ -1,4 +1,4 @@
-"""Nothing is written that a checkpoint holds; what it does not hold is written once, ever."""
+"""Bytes that a checkpoint holds are not written; others are written once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.processes import output_of
 from tierstore import enable_group_offload
 
 pytestmark = pytest.mark.full(
-    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    "model and partition are independent; test_parity.py covers both devices",
     keep="a third",
 )
 
@@ -24,7 +24,7 @@ CAST = torch.float32
 
 
 def bytes_in_files(disk_dir: Path) -> int:
-    """Bytes of all tensors in the files of a store."""
+    """Return the bytes of all tensors in the files of a store."""
     total = 0
     for path in disk_dir.rglob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -33,7 +33,7 @@ def bytes_in_files(disk_dir: Path) -> int:
 
 
 def parameters_in_memory(pipe: Any) -> int:
-    """Bytes of the parameters that are not the checkpoint's own bytes, tied ones once."""
+    """Return the bytes of the parameters that are not in the checkpoint, tied ones once."""
     names = pipelines.not_file_backed(pipe)
     return sum(
         tensor.nbytes
@@ -46,7 +46,7 @@ def parameters_in_memory(pipe: Any) -> int:
 @ON_BOTH
 @pytest.mark.parametrize("offload_type", OFFLOAD_TYPES)
 @pytest.mark.parametrize("kind", pipelines.KINDS)
-def test_a_checkpoint_s_own_bytes_are_not_written(
+def test_checkpoint_bytes_are_not_written(
     kind: str, offload_type: str, device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     pipe = pipelines.load(kind, checkpoint(kind))
@@ -71,7 +71,7 @@ def test_cast_weights_are_written_once(
     for run in range(2):
         pipe = pipelines.load(kind, checkpoint(kind), torch_dtype=CAST)
         cast = parameters_in_memory(pipe)
-        # Wan keeps some weights at float32, so that these still are the checkpoint's.
+        # Wan keeps some weights at float32, so that these are still the checkpoint's.
         assert (cast < pipelines.weight_bytes(pipe)) == (kind == "wan")
         with a_third_of(pipe, disk_dir, device) as store:
             with enable_group_offload(pipe, store, offload_type=offload_type) as handle:
@@ -86,7 +86,7 @@ def test_cast_weights_are_written_once(
         assert bytes_in_files(disk_dir) == cast
 
 
-IN_A_PROCESS_OF_ITS_OWN = """
+SEPARATE_PROCESS = """
 import sys
 import torch
 from tests import pipelines
@@ -102,21 +102,23 @@ with TierStore(int(budget), disk_dir, device="cpu") as store:
 
 
 @pytest.mark.long(
-    "a process of its own; another store in this process writes nothing, either",
+    "a separate process; another store in this process writes nothing, either",
     sentinel="tests/adapters/test_bytes_written.py::test_cast_weights_are_written_once",
 )
-def test_another_process_writes_nothing(checkpoint: Checkpoints, disk_dir: Path) -> None:
+def test_cast_weights_in_another_process_are_not_written(
+    checkpoint: Checkpoints, disk_dir: Path
+) -> None:
     directory = checkpoint("llama")
     model = pipelines.load("llama", directory, torch_dtype=CAST)
     budget = pipelines.weight_bytes(model) // 3
-    words = ["-c", IN_A_PROCESS_OF_ITS_OWN, directory, disk_dir, budget]
+    words = ["-c", SEPARATE_PROCESS, directory, disk_dir, budget]
     written = [int(output_of(*words).split()[-1]) for _ in range(2)]
     assert written[0] >= pipelines.weight_bytes(model)
     assert written[1] == 0
 
 
 @ON_BOTH
-def test_the_same_content_of_two_models_is_written_once(
+def test_equal_content_of_two_models_is_written_once(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     models = [pipelines.load("llama", checkpoint("llama"), torch_dtype=CAST) for _ in range(2)]

@@ -1,8 +1,8 @@
 """Weights that are changed while offloaded: failures (4) and (5) of diffusers.
 
 Each change is made on an offloaded pipeline and on one that is not, and both must compute the same
-after every step. Here weights change through methods of pipelines and models; edits that nobody is
-told of are in test_edits.py.
+after every step. Here weights change through methods of pipelines and models; direct edits are in
+test_edits.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.store.helpers import open_store
 from tierstore import enable_group_offload
 
 pytestmark = pytest.mark.full(
-    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    "model and partition are independent; test_parity.py covers both devices",
     keep="a third",
 )
 
@@ -40,7 +40,7 @@ LORA_LAYERS = ("to_q", "to_k", "to_v", "to_out.0", "add_q_proj", "proj_mlp")
 
 
 def lora_of(transformer: nn.Module, seed: int) -> dict[str, torch.Tensor]:
-    """A LoRA of rank 4 as a hub file would hold it, strong enough to change the output."""
+    """Return a LoRA of rank 4 like that of a hub file, strong enough to change the output."""
     generator = torch.Generator().manual_seed(seed)
     found: dict[str, torch.Tensor] = {}
     for name, layer in transformer.named_modules():
@@ -60,7 +60,7 @@ def loras(checkpoint: Checkpoints) -> list[dict[str, torch.Tensor]]:
 
 
 def outputs(kind: str, pipe: Any, device: str, changes: list[Change]) -> Iterator[torch.Tensor]:
-    """The output before all changes and after each."""
+    """Return the output before all changes and after each."""
     yield pipelines.run(kind, pipe, device=device)
     for change in changes:
         change(pipe)
@@ -70,7 +70,7 @@ def outputs(kind: str, pipe: Any, device: str, changes: list[Change]) -> Iterato
 def assert_equal_after_each(
     kind: str, pipes: tuple[Any, Any], device: str, changes: list[Change]
 ) -> list[torch.Tensor]:
-    """Both pipelines compute the same throughout; what the first one computed."""
+    """Check that both pipelines compute the same throughout; return the first one's outputs."""
     computed = []
     both = zip(*(outputs(kind, pipe, device, changes) for pipe in pipes), strict=True)
     for number, (plain, offloaded) in enumerate(both):
@@ -86,7 +86,7 @@ def assert_equal_after_each(
 @pytest.mark.full("loads and fuses twice; tests/dispatch/test_other_libraries.py has a LoRA")
 @ON_BOTH
 @pytest.mark.parametrize("offload_type", OFFLOAD_TYPES)
-def test_5_lora_loaded_fused_and_unloaded_while_offloaded(
+def test_lora_loaded_fused_and_unloaded_equals_plain(
     offload_type: str,
     device: str,
     loras: list[dict[str, torch.Tensor]],
@@ -111,16 +111,16 @@ def test_5_lora_loaded_fused_and_unloaded_while_offloaded(
         enable_group_offload(pipe, store, offload_type=offload_type) as handle,
     ):
         computed = assert_equal_after_each("flux", (plain, pipe), device, changes)
-        assert handle.stats().bytes_written > 0  # no file holds the LoRA, or what was fused
+        assert handle.stats().bytes_written > 0  # no file holds the LoRA, or the fused weights
     base, loaded, fused = computed[:3]
     assert not torch.equal(base, loaded)
     assert not torch.equal(loaded, fused)
 
 
-def test_5_a_lora_loaded_by_another_pipeline_of_the_same_models(
+def test_lora_loaded_by_a_sharing_pipeline_equals_plain(
     loras: list[dict[str, torch.Tensor]], checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
-    """diffusers takes the mark of an offloaded model for a hook of its own, to be put on anew."""
+    """diffusers takes the mark of an offloaded model for its own hook, and applies it again."""
     plain = pipelines.load("flux", checkpoint("flux"))
     pipe = pipelines.load("flux", checkpoint("flux"))
     with a_third_of(pipe, disk_dir, "cpu") as store, enable_group_offload(pipe, store) as handle:
@@ -135,10 +135,8 @@ def test_5_a_lora_loaded_by_another_pipeline_of_the_same_models(
 
 
 @pytest.mark.full("a whole pipeline, run with and without")
-def test_a_cache_of_diffusers_switched_off_while_offloaded(
-    checkpoint: Checkpoints, disk_dir: Path
-) -> None:
-    """diffusers then gives modules back the forward that they had before the cache."""
+def test_diffusers_cache_switched_off_equals_plain(checkpoint: Checkpoints, disk_dir: Path) -> None:
+    """diffusers then restores the forward of each module from before the cache."""
     pipe = pipelines.load("flux", checkpoint("flux"))
     expected = pipelines.run("flux", pipe)
     with open_store(disk_dir, pipelines.weight_bytes(pipe)) as store:  # blocks stay whole
@@ -155,8 +153,8 @@ def test_a_cache_of_diffusers_switched_off_while_offloaded(
     assert torch.equal(pipelines.run("flux", pipe), expected)
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
-def test_5_in_diffusers_loading_a_lora_fails(
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
+def test_diffusers_loading_a_lora_raises(
     loras: list[dict[str, torch.Tensor]], checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     pipe = pipelines.load("flux", checkpoint("flux"))
@@ -181,7 +179,7 @@ def denoiser(pipe: Any) -> Any:
 @pytest.mark.full("loads and fuses twice")
 @ON_BOTH
 @pytest.mark.parametrize("kind", ("flux", "sdxl"))
-def test_5_projections_fused_while_offloaded(
+def test_fused_projections_equal_plain(
     kind: str, device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     changes: list[Change] = [fuse_projections, unfuse_projections]
@@ -196,9 +194,9 @@ def test_5_projections_fused_while_offloaded(
         assert sum(1 for _ in denoiser(pipe).parameters()) > before
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
 @pytest.mark.parametrize("kind", ("flux", "sdxl"))
-def test_5_in_diffusers_fused_projections_give_nan(
+def test_diffusers_fused_projections_are_wrong(
     kind: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     pipe = pipelines.load(kind, checkpoint(kind))
@@ -216,7 +214,7 @@ def test_5_in_diffusers_fused_projections_give_nan(
 @pytest.mark.parametrize("assign", (False, True), ids=("copied", "assigned"))
 @pytest.mark.parametrize("kind", ("flux", "llama"))
 @pytest.mark.long("the model, how it is assigned, the device", keep="values")
-def test_4_load_state_dict_while_offloaded_takes_effect(
+def test_load_state_dict_takes_effect(
     kind: str,
     assign: bool,
     device: str,
@@ -238,8 +236,8 @@ def test_4_load_state_dict_while_offloaded_takes_effect(
     assert not torch.equal(changed, reference(kind, device=device).output)
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
-def test_4_in_diffusers_load_state_dict_is_ignored(
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
+def test_diffusers_load_state_dict_is_ignored(
     checkpoint: Checkpoints, reference: References, tmp_path: Path
 ) -> None:
     other = pipelines.load("llama", checkpoint("llama", model=1))
@@ -249,11 +247,11 @@ def test_4_in_diffusers_load_state_dict_is_ignored(
     assert torch.equal(pipelines.run("llama", model), reference("llama").output)
 
 
-# Any change, suspended ----------------------------------------------------------------------------
+# Any change, while suspended ----------------------------------------------------------------------
 
 
 @ON_BOTH
-def test_only_what_was_changed_is_written(
+def test_suspended_edit_writes_only_changed_weights(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     plain = pipelines.load("llama", checkpoint("llama"))
@@ -277,8 +275,8 @@ def test_only_what_was_changed_is_written(
     assert torch.equal(found, pipelines.run("llama", plain.to(device), device=device))
 
 
-def test_a_suspension_of_one_model_does_not_look_at_others(disk_dir: Path) -> None:
-    """Each weight of them would be looked at for edits, at each of the pipeline's models."""
+def test_suspension_of_one_model_does_not_scan_others(disk_dir: Path) -> None:
+    """Otherwise each suspension of one model would check all weights of the others for edits."""
     first, second = (nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))) for _ in range(2))
     with open_store(disk_dir, pipelines.weight_bytes(first)) as store:
         enable_group_offload(first, store)
@@ -293,7 +291,7 @@ def test_a_suspension_of_one_model_does_not_look_at_others(disk_dir: Path) -> No
 
 
 @ON_BOTH
-def test_a_change_that_fails_leaves_the_pipeline_offloaded(
+def test_failed_change_leaves_the_pipeline_offloaded(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     pipe = pipelines.load("flux", checkpoint("flux"))

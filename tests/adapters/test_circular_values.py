@@ -14,7 +14,7 @@ from torch import nn
 from tests.adapters.conftest import DEVICES
 from tests.store.helpers import open_store
 from tierstore import dispatch_model, enable_group_offload
-from tierstore.adapters.nested import tensors_in, with_tensors
+from tierstore.adapters.nested import map_tensors, tensors_in
 
 WIDTH = 64
 
@@ -80,12 +80,12 @@ def test_circular_value_is_rebuilt_around_its_tensors() -> None:
     value: dict[str, Any] = {"tree": (child,), "other": [1]}
     value["self"] = value
     assert [id(t) for t in tensors_in(value)] == [id(new), id(old)]
-    assert with_tensors(value, lambda tensor: tensor) is value
-    found = with_tensors(value, lambda tensor: new if tensor is old else tensor)
+    assert map_tensors(value, lambda tensor: tensor) is value
+    found = map_tensors(value, lambda tensor: new if tensor is old else tensor)
     assert found is not value and found["self"] is found
     assert found["other"] is value["other"]
     (again,) = found["tree"]
     assert again is not child and again.parent.children[0] is again
     assert again.parent.x is new and parent.x is old
-    kept = with_tensors(value, lambda tensor: new, frozenset({"tree"}))
+    kept = map_tensors(value, lambda tensor: new, frozenset({"tree"}))
     assert kept is value

@@ -1,4 +1,4 @@
-"""Our codecs keep the rules, the rules catch those that do not, and nobody else looks at memory."""
+"""Our codecs keep the rules, the rules catch violations, and only codecs read storages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tierstore.adapters.codecs.plain import PlainCodec
 from tierstore.adapters.codecs.wrapper import WrapperCodec
 
 
-class Noted(nn.Parameter):
-    """A parameter of a class of its own, as vLLM and peft have them."""
+class CustomParameter(nn.Parameter):
+    """A parameter of a custom class, as in vLLM and peft."""
 
 
 class TestPlain(CodecConformance):
@@ -33,7 +33,7 @@ class TestPlain(CodecConformance):
             torch.arange(2.0, 38.0)[3:27:2],
             nn.Parameter(rows.to(torch.bfloat16)),
             nn.Parameter(torch.arange(2, 8), requires_grad=False),
-            Noted(rows.clone()),
+            CustomParameter(rows.clone()),
             nn.Buffer(rows.clone()),
         ]
 
@@ -55,19 +55,19 @@ class TestWrapper(CodecConformance):
     ],
     ids=["sparse", "quantized", "nested", "complex32"],
 )
-def test_what_no_store_can_hold_has_no_codec(tensor: torch.Tensor) -> None:
+def test_tensor_that_cannot_be_stored_has_no_codec(tensor: torch.Tensor) -> None:
     assert codec_of(tensor) is None
     assert not leaves_of(tensor)
 
 
-def test_what_is_stored_and_what_has_bytes_to_move() -> None:
+def test_leaves_include_empty_tensors_that_do_not_move() -> None:
     for nothing in (torch.empty(0), torch.ones(1, device="meta")):
         assert leaves_of(nothing) and not is_movable(nothing)
     assert is_movable(torch.ones(1))
     assert movable_leaves(scaled()) and not is_movable(scaled())
 
 
-def test_leaves_are_the_very_tensors_that_a_wrapper_wraps() -> None:
+def test_leaves_are_the_wrapped_tensors() -> None:
     plain, inner = torch.ones(3, 1), scaled()
     outer = Scaled(inner, plain)
     leaves = leaves_of(outer)
@@ -77,7 +77,7 @@ def test_leaves_are_the_very_tensors_that_a_wrapper_wraps() -> None:
     assert leaves_of(plain)[""] is plain
 
 
-def test_of_other_leaves_a_wrapper_in_a_wrapper_is_made() -> None:
+def test_nested_wrapper_is_rebuilt_from_other_leaves() -> None:
     outer = Scaled(scaled(), torch.rand(3, 1))
     leaves = {name: leaf.clone() for name, leaf in leaves_of(outer).items()}
     made = rebuilt(outer, leaves)
@@ -86,7 +86,7 @@ def test_of_other_leaves_a_wrapper_in_a_wrapper_is_made() -> None:
     assert not value_of(made).any() and value_of(outer).all()
 
 
-def test_a_wrapper_around_what_no_codec_knows_has_no_leaves() -> None:
+def test_wrapper_of_an_unknown_tensor_has_no_leaves() -> None:
     assert not leaves_of(Scaled(torch.eye(3).to_sparse(), torch.ones(3, 1)))
 
 
@@ -94,7 +94,7 @@ def test_a_wrapper_around_what_no_codec_knows_has_no_leaves() -> None:
 
 
 class Copies(PlainCodec):
-    """Hands out copies: what is changed in a part is lost."""
+    """Returns copies, so that a change of a part is lost."""
 
     def flatten(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"": tensor.detach().clone()}
@@ -106,19 +106,19 @@ class LosesItsClass(PlainCodec):
 
 
 class ShowsNothing(PlainCodec):
-    def show(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+    def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
         pass
 
 
 @pytest.mark.parametrize(
     ("codec", "rule"),
     [
-        (Copies(), CodecConformance.test_parts_are_aliases_that_a_codec_knows),
-        (LosesItsClass(), CodecConformance.test_of_its_parts_it_is_made_again),
-        (ShowsNothing(), CodecConformance.test_it_shows_another_and_stays_the_same_object),
+        (Copies(), CodecConformance.test_flatten_returns_aliases_with_known_codecs),
+        (LosesItsClass(), CodecConformance.test_rebuild_from_the_parts_is_equal),
+        (ShowsNothing(), CodecConformance.test_binding_other_parts_keeps_the_object),
     ],
 )
-def test_the_rules_catch_it(codec: PlainCodec, rule: Any) -> None:
+def test_codec_that_breaks_a_rule_fails(codec: PlainCodec, rule: Any) -> None:
     conformance = TestPlain()
     rule(conformance)
     conformance.codec = codec
@@ -126,25 +126,28 @@ def test_the_rules_catch_it(codec: PlainCodec, rule: Any) -> None:
         rule(conformance)
 
 
-# Nobody else looks at memory ---------------------------------------------------------------------
+# Other code that reads storages ------------------------------------------------------------------
 
-OF_MEMORY = {
+MEMORY_ACCESS = {
     *("__tensor_flatten__", "__tensor_unflatten__", "data_ptr", "set_", "swap_tensors"),
     *("untyped_storage", "storage_offset"),
 }
-HOMES = ("adapters/codecs/", "adapters/activations/", "adapters/binding.py")
-"""Saved tensors are kept by storage: what looks after them looks at storages. Bindings do for all
-tensors of a unit in one loop what a codec does for one."""
+STORAGE_READERS = ("adapters/codecs/", "adapters/activations/", "adapters/binding.py")
+"""Directories that may read storages.
+
+Saved tensors are kept by storage, so the code for them reads storages. Bindings do for all tensors
+of a unit in one loop the work of a codec for one.
+"""
 
 
 def uses_of_memory(tree: ast.AST) -> Iterator[int]:
-    """The lines that take a tensor's memory into their own hands."""
+    """Yield the lines that access a tensor's memory directly."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             given = node.attr == "data" and isinstance(node.ctx, ast.Store)
-            if given or node.attr in OF_MEMORY:
+            if given or node.attr in MEMORY_ACCESS:
                 yield node.lineno
-        elif isinstance(node, ast.Constant) and node.value in OF_MEMORY:
+        elif isinstance(node, ast.Constant) and node.value in MEMORY_ACCESS:
             yield node.lineno
 
 
@@ -152,14 +155,16 @@ def uses_of_memory(tree: ast.AST) -> Iterator[int]:
     "source",
     ["t.data = x", "t.data_ptr()", "hasattr(t, '__tensor_flatten__')", "torch.utils.swap_tensors"],
 )
-def test_uses_of_memory_are_noticed(source: str) -> None:
+def test_direct_memory_access_is_found(source: str) -> None:
     assert list(uses_of_memory(ast.parse(source)))
 
 
-def test_memory_of_tensors_is_left_to_the_codecs() -> None:
+def test_direct_memory_access_is_left_to_the_codecs() -> None:
     found = {
         str(path.relative_to(PACKAGE)): list(uses_of_memory(tree))
         for path, tree in parsed_files("adapters")
     }
-    assert any(lines for path, lines in found.items() if path.startswith(HOMES[0]))
-    assert not {p: lines for p, lines in found.items() if lines and not p.startswith(HOMES)}
+    assert any(lines for path, lines in found.items() if path.startswith(STORAGE_READERS[0]))
+    assert not {
+        p: lines for p, lines in found.items() if lines and not p.startswith(STORAGE_READERS)
+    }

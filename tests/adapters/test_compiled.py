@@ -1,4 +1,4 @@
-"""Blocks that are compiled by themselves run as one graph each, and their weights come before them.
+"""Blocks that are compiled separately run as one graph each, with weights leased before them.
 
 Backends that compile nothing show where graphs begin and end; one test compiles to code.
 """
@@ -32,14 +32,14 @@ COMPILED = {
 
 
 class Compilations:
-    """How often torch has compiled something, until now."""
+    """Counts torch's compilations."""
 
     def __init__(self) -> None:
         self.count = 0
         self.start_anew()
 
     def start_anew(self) -> None:
-        """Nothing is compiled yet, and nothing counted."""
+        """Reset torch's compiler and the counters."""
         torch._dynamo.reset()
         counters.clear()
         self.count = 0
@@ -56,7 +56,7 @@ def compilations() -> Iterator[Compilations]:
 
 
 def compile_blocks(kind: str, pipe: Any, backend: str) -> None:
-    if kind == "sd3":  # diffusers does not say which blocks of it are repeated
+    if kind == "sd3":  # diffusers does not say which of its blocks are repeated
         for block in pipe.transformer.transformer_blocks:
             block.compile(fullgraph=True, backend=backend)
         return
@@ -65,7 +65,7 @@ def compile_blocks(kind: str, pipe: Any, backend: str) -> None:
 
 
 def run_twice(kind: str, pipe: Any, counting: Compilations) -> tuple[Any, Any]:
-    """Two outputs, and how much was compiled after each step of both runs."""
+    """Return two outputs, and the number of compilations after each step of both runs."""
     compiled: list[int] = []
 
     def count(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -76,11 +76,11 @@ def run_twice(kind: str, pipe: Any, counting: Compilations) -> tuple[Any, Any]:
     return outputs, compiled
 
 
-@pytest.mark.long("one kind shows it in the full lane", keep="values")
-@pytest.mark.full("seconds of tracing; test_blocks_of_a_model shows the same of small blocks")
+@pytest.mark.long("one kind covers it in the full lane", keep="values")
+@pytest.mark.full("seconds of tracing; test_compiled_blocks_are_one_graph_each covers small blocks")
 @pytest.mark.parametrize(("when", "share"), [("before", 1.5), ("after", 0.3)])
 @pytest.mark.parametrize("kind", COMPILED)
-def test_repeated_blocks(
+def test_repeated_blocks_compile_once_and_equal_plain(
     kind: str,
     when: str,
     share: float,
@@ -112,10 +112,10 @@ def test_repeated_blocks(
 
 
 @pytest.mark.long(
-    "a minute of compiling; there, the same blocks are traced",
-    sentinel="tests/adapters/test_compiled.py::test_repeated_blocks",
+    "a minute of compiling; the same blocks are traced above",
+    sentinel="tests/adapters/test_compiled.py::test_repeated_blocks_compile_once_and_equal_plain",
 )
-def test_repeated_blocks_as_code(
+def test_repeated_blocks_compiled_to_code_equal_plain(
     checkpoint: Checkpoints, compilations: Compilations, disk_dir: Path
 ) -> None:
     plain = pipelines.load("flux", checkpoint("flux"))
@@ -138,7 +138,7 @@ WIDTH, BLOCKS = 64, 6
 
 
 class Block(nn.Module):
-    """Of 33 kB, in two layers."""
+    """A block of 33 kB, in two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def wrap_each(model: nn.Sequential) -> None:
 
 
 def in_a_store(disk_dir: Path, blocks: float, device: str = "cpu") -> TierStore:
-    """A store whose budgets are so many blocks."""
+    """Return a store whose budgets are so many blocks."""
     return open_store(disk_dir, int(BLOCK_BYTES * blocks), device)
 
 
@@ -178,14 +178,14 @@ def in_a_store(disk_dir: Path, blocks: float, device: str = "cpu") -> TierStore:
 @pytest.mark.parametrize("way", (compile_each, wrap_each), ids=("in place", "wrapped"))
 @pytest.mark.parametrize("when", ("before", "after", "between"))
 @pytest.mark.parametrize("device", DEVICES)
-def test_blocks_of_a_model(
+def test_compiled_blocks_are_one_graph_each(
     device: str,
     when: str,
     way: Callable[[nn.Sequential], None],
     compilations: Compilations,
     disk_dir: Path,
 ) -> None:
-    """Blocks so large for the budget would be cut if they were not compiled."""
+    """Without compilation, blocks this large for the budget would be divided."""
     expected = build().to(device)(X.to(device)).cpu()
     model = build()
     with in_a_store(disk_dir, 2.5, device) as store:
@@ -204,7 +204,7 @@ def test_blocks_of_a_model(
 
 
 @torch.no_grad()
-def test_a_change_of_a_compiled_block_counts(compilations: Compilations, disk_dir: Path) -> None:
+def test_edit_of_a_compiled_block_takes_effect(compilations: Compilations, disk_dir: Path) -> None:
     model = build()
     with in_a_store(disk_dir, 2.5) as store:
         dispatch_model(model, store)
@@ -215,13 +215,13 @@ def test_a_change_of_a_compiled_block_counts(compilations: Compilations, disk_di
             model[2].first.weight.mul_(change)  # type: ignore[union-attr]
             expected = X
             for block in copy.deepcopy(model):
-                expected = block.forward(expected)  # of an ordinary copy that is not compiled
+                expected = block.forward(expected)  # of a plain copy that is not compiled
             assert torch.equal(model(X), expected)
         assert compilations.count == compiled
 
 
 @torch.no_grad()
-def test_a_compiled_block_called_by_itself(compilations: Compilations, disk_dir: Path) -> None:
+def test_compiled_block_called_alone_runs(compilations: Compilations, disk_dir: Path) -> None:
     expected = build()[3](X)
     model = build()
     with in_a_store(disk_dir, 2.5) as store:
@@ -236,7 +236,7 @@ def test_a_compiled_block_called_by_itself(compilations: Compilations, disk_dir:
 
 
 @torch.no_grad()
-def test_undone_it_is_compiled_as_before(compilations: Compilations, disk_dir: Path) -> None:
+def test_disabled_model_stays_compiled(compilations: Compilations, disk_dir: Path) -> None:
     model = build()
     with in_a_store(disk_dir, 2.5) as store:
         compile_each(model)
@@ -254,7 +254,7 @@ def test_undone_it_is_compiled_as_before(compilations: Compilations, disk_dir: P
 
 
 @torch.no_grad()
-def test_a_compiled_block_that_is_too_large_is_cut(
+def test_compiled_block_larger_than_half_the_budget_is_divided(
     compilations: Compilations, disk_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     expected, model = build()(X), build()
@@ -272,7 +272,7 @@ def test_a_compiled_block_that_is_too_large_is_cut(
 
 
 @torch.no_grad()
-def test_a_whole_model_that_fits_twice_is_one_graph(
+def test_compiled_model_that_fits_twice_is_one_graph(
     compilations: Compilations, disk_dir: Path
 ) -> None:
     class Whole(nn.Module):
@@ -295,14 +295,14 @@ def test_a_whole_model_that_fits_twice_is_one_graph(
         assert store.stats().bytes_read >= BLOCKS * BLOCK_BYTES
 
 
-# Exported -----------------------------------------------------------------------------------------
+# Exported models ----------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 @pytest.mark.full("traces twice", keep=["cpu-False", f"{ACCELERATOR}-False"])
 @pytest.mark.parametrize("strict", (False, True))
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_exported_model_is_the_ordinary_one(
+def test_exported_model_equals_the_plain_export(
     device: str, strict: bool, compilations: Compilations, disk_dir: Path
 ) -> None:
     ordinary = torch.export.export(build(), (X,), strict=strict)

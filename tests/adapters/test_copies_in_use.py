@@ -1,4 +1,4 @@
-"""Copies and pickles of a model that another thread runs at that moment."""
+"""Copies and pickles of a model that another thread is running."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.store.helpers import PATIENCE, on_both, open_store
 from tierstore import enable_group_offload
 
 pytestmark = pytest.mark.full(
-    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    "model and partition are independent; test_parity.py covers both devices",
     keep="a third",
 )
 
@@ -27,7 +27,7 @@ LAYER = 4 * (WIDTH + 1) * WIDTH
 
 
 class Pausing(nn.Module):
-    """A layer that waits in its forward, with its weights in its hands."""
+    """A layer that waits in its forward while its weights are leased."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Pausing(nn.Module):
 
 
 def copied_at_once(value: Any) -> Any:
-    """Two threads copy it at the same moment."""
+    """Copy a value in two threads at the same time."""
     found: list[Any] = []
 
     def copy_it() -> None:
@@ -67,7 +67,7 @@ def copied_at_once(value: Any) -> Any:
 @on_both
 @pytest.mark.parametrize("made", [copy.deepcopy, pickled, saved, copied_at_once])
 @torch.no_grad()
-def test_copies_of_a_model_that_runs_hold_its_weights(
+def test_copy_of_a_running_model_holds_its_weights(
     made: Callable[[Any], Any], device: str, disk_dir: Path
 ) -> None:
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def test_copies_of_a_model_that_runs_hold_its_weights(
         pausing.go_on.set()
         running.join(PATIENCE)
         pausing.inside = None
-        for layer in model:  # what was lent is used again
+        for layer in model:  # the leased memory is reused
             layer(x.to(device))
         assert store.stats().bytes_read > 2 * LAYER
         for name, tensor in plain.state_dict().items():

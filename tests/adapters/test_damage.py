@@ -1,7 +1,7 @@
-"""Files that change under a pipeline: failure (6) of diffusers, which notices nothing.
+"""Files that change under a pipeline: failure (6) of diffusers, which detects nothing.
 
-Weights that were cast lie in files of the store, which carry checksums. A checkpoint's own files
-carry none: there, any change of the file itself is refused.
+Cast weights lie in files of the store, which carry checksums. A checkpoint's own files carry none:
+any change of the file itself raises.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def flip(path: Path) -> None:
 
 
 def flip_every_file(directory: Path) -> set[str]:
-    """The paths of all files of weights in a directory, one number of each damaged."""
+    """Damage one number in each file of weights in a directory; return the paths."""
     paths = sorted(directory.rglob("*.safetensors"))
     for path in paths:
         flip(path)
@@ -47,9 +47,7 @@ def flip_every_file(directory: Path) -> set[str]:
     return {str(path) for path in paths}
 
 
-def test_6_flipped_bytes_of_a_written_file_are_an_error(
-    checkpoint: Checkpoints, disk_dir: Path
-) -> None:
+def test_flipped_bytes_of_a_written_file_raise(checkpoint: Checkpoints, disk_dir: Path) -> None:
     model = cast_model(checkpoint)
     expected = pipelines.run("llama", cast_model(checkpoint))
     with store_at(disk_dir) as store, enable_group_offload(model, store) as handle:
@@ -59,12 +57,12 @@ def test_6_flipped_bytes_of_a_written_file_are_an_error(
         assert caught.value.key in handle.groups
         assert caught.value.path in damaged
         assert caught.value.key in str(caught.value) and caught.value.path in str(caught.value)
-        flip_every_file(disk_dir)  # back again
+        flip_every_file(disk_dir)  # restore them
         assert torch.equal(pipelines.run("llama", model), expected)
 
 
 @pytest.mark.parametrize("verify", ("first", "always"))
-def test_6_flipped_bytes_are_an_error_in_the_next_run(
+def test_flipped_bytes_raise_in_the_next_run(
     verify: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     with store_at(disk_dir) as store, enable_group_offload(cast_model(checkpoint), store):
@@ -78,7 +76,7 @@ def test_6_flipped_bytes_are_an_error_in_the_next_run(
         assert caught.value.path in damaged
 
 
-def test_6_without_verification_flipped_bytes_go_unnoticed(
+def test_flipped_bytes_without_verification_are_used(
     checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     model = cast_model(checkpoint)
@@ -88,7 +86,7 @@ def test_6_without_verification_flipped_bytes_go_unnoticed(
         assert not torch.equal(pipelines.run("llama", model), expected)
 
 
-def test_6_what_is_flipped_after_the_first_read_is_noticed_unless_nobody_looks(
+def test_bytes_flipped_after_the_first_read_raise_if_verified(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     outputs = {}
@@ -102,12 +100,12 @@ def test_6_what_is_flipped_after_the_first_read_is_noticed_unless_nobody_looks(
             except CorruptDataError as error:
                 outputs[verify] = error
     assert not torch.equal(outputs["never"], expected)
-    assert isinstance(outputs["first"], CorruptDataError)  # the files are not what they were
+    assert isinstance(outputs["first"], CorruptDataError)  # the files have changed
     assert isinstance(outputs["always"], CorruptDataError)
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
-def test_6_in_diffusers_flipped_bytes_go_unnoticed(checkpoint: Checkpoints, tmp_path: Path) -> None:
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
+def test_diffusers_flipped_bytes_are_used(checkpoint: Checkpoints, tmp_path: Path) -> None:
     model = cast_model(checkpoint)
     diffusers_offload(model, tmp_path)
     expected = pipelines.run("llama", cast_model(checkpoint))
@@ -117,18 +115,19 @@ def test_6_in_diffusers_flipped_bytes_go_unnoticed(checkpoint: Checkpoints, tmp_
 
 @pytest.fixture
 def own_copy(checkpoint: Checkpoints, tmp_path: Path) -> Path:
-    """A checkpoint that the test may damage."""
+    """Return a checkpoint that the test may damage."""
     return Path(shutil.copytree(checkpoint("llama"), tmp_path / "checkpoint"))
 
 
 @pytest.mark.parametrize("change", (flip, Path.touch))
-def test_6_a_changed_checkpoint_is_an_error(
+def test_changed_checkpoint_raises(
     change: Callable[[Path], None], own_copy: Path, disk_dir: Path
 ) -> None:
     expected = pipelines.run("llama", pipelines.load("llama", own_copy))
     model = pipelines.load("llama", own_copy)
     with store_at(disk_dir) as store, enable_group_offload(model, store) as handle:
-        assert torch.equal(pipelines.run("llama", model), expected)  # unchanged, all is well
+        # the control: unchanged, it works
+        assert torch.equal(pipelines.run("llama", model), expected)
         path = sorted(own_copy.glob("*.safetensors"))[-1].resolve()
         change(path)
         with pytest.raises(StaleCheckpointError) as caught:
@@ -145,8 +144,8 @@ def assert_runs_on(model: Any, store: TierStore, expected: torch.Tensor) -> None
         assert store.stats().bytes_read > read
 
 
-def test_a_checkpoint_that_is_removed_is_read_on(own_copy: Path, disk_dir: Path) -> None:
-    """A temporary directory, or a cache that somebody clears: what is mapped is there, too."""
+def test_removed_checkpoint_still_runs(own_copy: Path, disk_dir: Path) -> None:
+    """Temporary directories are removed, and caches cleared; the mapped bytes remain."""
     model = pipelines.load("llama", own_copy)
     expected = pipelines.run("llama", model)
     with store_at(disk_dir) as store:
@@ -156,15 +155,15 @@ def test_a_checkpoint_that_is_removed_is_read_on(own_copy: Path, disk_dir: Path)
             assert store.stats().bytes_written == 0
             copied = copy.deepcopy(model)
         assert torch.equal(pipelines.run("llama", model), expected)
-        with enable_group_offload(model, store):  # there is no file for the weights any more
+        with enable_group_offload(model, store):  # the weights have no file any more
             assert_runs_on(model, store, expected)
         assert store.stats().bytes_written > 0
     assert torch.equal(pipelines.run("llama", copied), expected)
 
 
 @pytest.mark.full("a whole pipeline; tests/dispatch saves a model")
-def test_a_model_that_is_saved_where_it_came_from_runs_on(own_copy: Path, disk_dir: Path) -> None:
-    """Its weights lie in the file that was there before, as they do in plain torch."""
+def test_model_saved_over_its_checkpoint_still_runs(own_copy: Path, disk_dir: Path) -> None:
+    """Its weights lie in the replaced file, as they do in plain torch."""
     pipelines.load("llama", own_copy).save_pretrained(own_copy)  # in one file
     model = pipelines.load("llama", own_copy)
     expected = pipelines.run("llama", model)
@@ -183,7 +182,7 @@ def test_a_model_that_is_saved_where_it_came_from_runs_on(own_copy: Path, disk_d
     assert torch.equal(pipelines.run("llama", again), changed)
 
 
-def test_a_checkpoint_that_was_cut_off_is_an_error(own_copy: Path, disk_dir: Path) -> None:
+def test_truncated_checkpoint_raises(own_copy: Path, disk_dir: Path) -> None:
     model = pipelines.load("llama", own_copy)
     with store_at(disk_dir) as store, enable_group_offload(model, store):
         path = sorted(own_copy.glob("*.safetensors"))[-1]
@@ -192,9 +191,7 @@ def test_a_checkpoint_that_was_cut_off_is_an_error(own_copy: Path, disk_dir: Pat
             pipelines.run("llama", model)
 
 
-def test_a_written_file_that_was_cut_off_is_an_error(
-    checkpoint: Checkpoints, disk_dir: Path
-) -> None:
+def test_truncated_written_file_raises(checkpoint: Checkpoints, disk_dir: Path) -> None:
     model = cast_model(checkpoint)
     with store_at(disk_dir) as store, enable_group_offload(model, store) as handle:
         for path in disk_dir.rglob("*.safetensors"):

@@ -1,4 +1,4 @@
-"""A weight that is changed while it is offloaded, by whatever way, is changed for the next forward.
+"""A weight that is changed while offloaded, in any way, is changed for the next forward.
 
 The reference is the same model, changed in the same way, without a store.
 """
@@ -19,7 +19,7 @@ from tierstore import TierStore, enable_group_offload
 from tierstore.system.maps import WriteWatch
 
 pytestmark = pytest.mark.full(
-    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    "model and partition are independent; test_parity.py covers both devices",
     keep="any device",
 )
 
@@ -28,7 +28,7 @@ LAYER_BYTES = WIDTH * (WIDTH + 1) * 4
 
 
 def model(file: Path) -> nn.Sequential:
-    """A model whose weights are maps of a safetensors file, as `from_pretrained` leaves them."""
+    """Return a model whose weights are maps of a safetensors file, as from `from_pretrained`."""
     layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     if not file.exists():
         generator = torch.Generator().manual_seed(0)
@@ -45,7 +45,7 @@ def in_place(layers: nn.Sequential) -> None:
 
 
 def uncounted(layers: nn.Sequential) -> None:
-    """As PEFT merges: torch's version counter does not see it."""
+    """Change data as a PEFT merge does: torch's version counter does not count it."""
     layers[1].weight.data += 1
 
 
@@ -85,7 +85,7 @@ def store_in(tmp_path: Path, device: str) -> TierStore:
 
 
 def expected(file: Path, device: str, change: Change) -> tuple[torch.Tensor, torch.Tensor]:
-    """The un-offloaded outputs before and after the change."""
+    """Return the un-offloaded outputs before and after the change."""
     before = run(model(file).to(device), device)
     changed = model(file)
     change(changed)
@@ -94,7 +94,7 @@ def expected(file: Path, device: str, change: Change) -> tuple[torch.Tensor, tor
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("change", CHANGES)
-def test_the_next_forward_sees_it(change: Change, device: str, tmp_path: Path) -> None:
+def test_edit_takes_effect_in_the_next_forward(change: Change, device: str, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     before, after = expected(file, device, change)
     assert not torch.equal(before, after)
@@ -108,27 +108,27 @@ def test_the_next_forward_sees_it(change: Change, device: str, tmp_path: Path) -
         written = store.stats().bytes_written
         assert written > 0
         assert torch.allclose(run(layers, device), after, rtol=1e-5)
-        assert store.stats().bytes_written == written  # noticed once
+        assert store.stats().bytes_written == written  # detected once
         shown = {name: value.clone() for name, value in layers.state_dict().items()}
         assert len(handle.groups) == len([k for k in store if not k.startswith("weights/")])
     for name, value in layers.state_dict().items():
         assert torch.equal(value, shown[name]), name
 
 
-def test_only_what_changed_is_written(tmp_path: Path) -> None:
+def test_edit_writes_only_changed_weights(tmp_path: Path) -> None:
     layers = model(tmp_path / "model.safetensors")
     with store_in(tmp_path, "cpu") as store, enable_group_offload(layers, store):
         run(layers, "cpu")
         in_place(layers)
         run(layers, "cpu")
-        # Its layer, and those on both sides that have a part of its first or last page.
+        # Its layer, and those on both sides that share its first or last page.
         assert 0 < store.stats().bytes_written < 4 * LAYER_BYTES
 
 
-def test_the_watch_is_what_notices_uncounted_writes(
+def test_uncounted_write_without_the_write_watch_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: without it, the forward goes on with the old weights."""
+    """The control: without the watch, the forward uses the old weights."""
     monkeypatch.setattr(WriteWatch, "written", lambda self: [])
     file = tmp_path / "model.safetensors"
     before, _ = expected(file, "cpu", uncounted)
@@ -140,7 +140,7 @@ def test_the_watch_is_what_notices_uncounted_writes(
 
 
 class Counting(nn.Module):
-    """Changes a weight of its own in its forward."""
+    """Changes its own weight in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_a_forward_changes_itself_is_kept(device: str, tmp_path: Path) -> None:
+def test_weight_changed_by_a_forward_is_kept(device: str, tmp_path: Path) -> None:
     module = Counting()
     with store_in(tmp_path, device) as store, enable_group_offload(module, store):
         x = torch.zeros(1, WIDTH, device=device)
@@ -168,7 +168,7 @@ def test_what_a_forward_changes_itself_is_kept(device: str, tmp_path: Path) -> N
     assert module.calls.tolist() == [4.0] * 1000
 
 
-def test_a_backward_through_weights_that_are_away_raises(tmp_path: Path) -> None:
+def test_backward_through_absent_weights_raises(tmp_path: Path) -> None:
     layers = model(tmp_path / "model.safetensors").requires_grad_(True)
     with store_in(tmp_path, "cpu") as store, enable_group_offload(layers, store):
         loss = layers(torch.ones(1, WIDTH)).sum()

@@ -1,7 +1,7 @@
-"""A write that fails or is interrupted, while a model is put on a store, converted or loaded into.
+"""Writes that fail or are interrupted during dispatch, conversion or loading.
 
 Each call that stores weights meets a full disk at each of its writes in turn, and an interrupt at
-many moments. It raises; once there is room, the same call on the same model does what it is for.
+many moments. It raises; once there is space, the same call on the same model succeeds.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ BUDGET = 6 * LAYER_BYTES
 
 
 class Layers(nn.Sequential):
-    """A model with what a pipeline asks of one."""
+    """A model with the attributes that a pipeline requires."""
 
     device = torch.device("cpu")
 
@@ -56,7 +56,7 @@ class Layers(nn.Sequential):
 
     @classmethod
     def from_pretrained(cls, path: Path, *, dtype: torch.dtype) -> Layers:
-        """As a library loads it: maps of a file, and then a cast."""
+        """Load as a library does: maps of a file, and then a cast."""
         model = layers()
         model.load_state_dict(load_file(path), assign=True)
         return model.to(dtype)
@@ -85,14 +85,16 @@ def pair() -> Pair:
 
 @dataclass
 class Case:
-    """A call that stores weights; the same model in float64 without a store; and the model that the
-    call is about, if it does not return it."""
+    """A call that stores weights, with the same model in float64 without a store.
+
+    It also has the model that the call is about, if the call does not return it.
+    """
 
     call: Callable[[], Any]
     plain: Callable[[torch.Tensor], torch.Tensor]
     model: Any = None
 
-    def try_it(self) -> None:
+    def attempt(self) -> None:
         found = self.call()
         self.model = self.model or found
 
@@ -106,7 +108,7 @@ class Case:
 
 
 def halfway(store: TierStore, place: Path) -> Case:
-    """The control: who tries again goes on behind the layer that was not stored."""
+    """The control: a second try skips the layer that was not stored."""
     model = dispatch_model(layers(), store)
     left = iter(model)
 
@@ -126,7 +128,7 @@ def saved(model: nn.Module, place: Path) -> Path:
 
 def enabling(store: TierStore, place: Path) -> Case:
     pipe = pair()
-    pipe.to(torch.float64)  # as one that was loaded with a cast
+    pipe.to(torch.float64)  # as if loaded with a cast
     return Case(lambda: enable_group_offload(pipe, store), pair().to(torch.float64), pipe)
 
 
@@ -201,20 +203,22 @@ NEVER = 10**9
 ONE_OF_EACH_KIND = ["loading_and_dispatching", "casting", "converting", "dispatching"]
 
 
-def tried(
+def attempted(
     make: Make, place: Path, fault: Callable[[], AbstractContextManager[T]]
 ) -> tuple[T, bool]:
-    """Make a call during a fault, on a new store. If it raises, it is made again, and does what it
-    is for. Returns what the fault tells, and whether it raised."""
+    """Make a call during a fault, on a new store; if it raises, repeat it and check the result.
+
+    Returns the fault's value, and whether the call raised.
+    """
     with TierStore(BUDGET, place / f"store{len(list(place.iterdir()))}", device="cpu") as store:
         case, raised = make(store, place), False
         with fault() as met:
             try:
-                case.try_it()
+                case.attempt()
             except (DiskFullError, KeyboardInterrupt):
                 raised = True
         if raised:
-            case.try_it()
+            case.attempt()
         case.assert_right()
         stats = store.stats()
         assert stats.bytes_read > 0
@@ -228,20 +232,20 @@ def tried(
 
 
 def spread(count: int) -> range:
-    """So many of the numbers from 1 to `count`."""
+    """Return `count` numbers spread from 1 to the given number."""
     return range(1, count + 1, max(1, count // by_lane(1, 3, 100)))
 
 
 def sweep_of_writes(make: Make, place: Path) -> None:
-    """Have the disk be full from one write on, from another one on, and so forth."""
+    """Fill the disk before one write, in the next call before another one, and so forth."""
 
     def full(first: int) -> AbstractContextManager[Injector]:
         return injected(place, FAULTS["ENOSPC"], first, once=False)
 
-    whole, _ = tried(make, place, lambda: full(NEVER))
+    whole, _ = attempted(make, place, lambda: full(NEVER))
     assert whole.count > 3 * LAYERS
     for first in spread(whole.count):
-        injector, raised = tried(make, place, lambda first=first: full(first))  # type: ignore[misc]
+        injector, raised = attempted(make, place, lambda first=first: full(first))  # type: ignore[misc]
         assert raised == bool(injector.failed), first
 
 
@@ -250,11 +254,11 @@ def sweep_of_writes(make: Make, place: Path) -> None:
 )
 @pytest.mark.long("one call after another, of one kind", keep=ONE_OF_EACH_KIND)
 @EACH
-def test_a_full_disk_is_told_and_then_the_same_call_will_do(make: Make, tmp_path: Path) -> None:
+def test_call_on_a_full_disk_raises_and_can_be_repeated(make: Make, tmp_path: Path) -> None:
     sweep_of_writes(make, tmp_path)
 
 
-def test_a_call_that_leaves_out_what_failed_is_noticed(tmp_path: Path) -> None:
+def test_call_that_skips_the_failed_write_is_detected(tmp_path: Path) -> None:
     with pytest.raises((AssertionError, RuntimeError)):
         sweep_of_writes(halfway, tmp_path)
 
@@ -262,12 +266,12 @@ def test_a_call_that_leaves_out_what_failed_is_noticed(tmp_path: Path) -> None:
 @pytest.mark.full("one call after another, of one kind", keep=["loading_and_dispatching"])
 @pytest.mark.long("one call after another, of one kind", keep=ONE_OF_EACH_KIND)
 @EACH
-def test_after_an_interrupt_the_same_call_will_do(make: Make, tmp_path: Path) -> None:
-    whole, _ = tried(make, tmp_path, lambda: InterruptAt(NEVER, ADAPTERS))
+def test_call_after_an_interrupt_can_be_repeated(make: Make, tmp_path: Path) -> None:
+    whole, _ = attempted(make, tmp_path, lambda: InterruptAt(NEVER, ADAPTERS))
     points = NEVER - whole.left
     for point in spread(points):
         at = InterruptAt(point, ADAPTERS)
-        _, raised = tried(make, tmp_path, lambda at=at: at)  # type: ignore[misc]
+        _, raised = attempted(make, tmp_path, lambda at=at: at)  # type: ignore[misc]
         assert raised == at.raised, point
 
 
@@ -280,8 +284,8 @@ def test_after_an_interrupt_the_same_call_will_do(make: Make, tmp_path: Path) ->
         (dispatching, Attachment.add),
     ],
 )
-def test_after_an_interrupt_in_the_middle_the_same_call_will_do(
+def test_call_interrupted_in_a_function_can_be_repeated(
     make: Make, function: Callable[..., None], tmp_path: Path
 ) -> None:
-    _, raised = tried(make, tmp_path, lambda: at_call(function))
+    _, raised = attempted(make, tmp_path, lambda: at_call(function))
     assert raised

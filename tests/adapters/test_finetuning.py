@@ -1,4 +1,4 @@
-"""A few weights are trained with what other libraries bring for it: the same, to the bit."""
+"""Fine-tuning with other libraries' tools gives bitwise the same results on a store."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARE = 0.4
 
 
 def llama(**options: Any) -> Any:
-    """With an adapter whose weights are random: all of them get gradients."""
+    """Return a Llama with an adapter of random weights, so that all of them get gradients."""
     base = models.build("llama")
     torch.manual_seed(1)
     settings = {"target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options}
@@ -54,7 +54,7 @@ Run = Callable[[Any, str], list[torch.Tensor]]
 
 
 def train(model: Any, device: str, loss: Callable[..., torch.Tensor] = loss_of) -> list[Any]:
-    """Losses and gradients of a few steps, and the trained weights after them."""
+    """Return losses and gradients of a few steps, and the trained weights after them."""
     optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
     found = []
     for number in range(STEPS):
@@ -69,8 +69,10 @@ def train(model: Any, device: str, loss: Callable[..., torch.Tensor] = loss_of) 
 def assert_same(
     run: Run, device: str, disk_dir: Path, build: Callable[[], Any] = llama, passes: int = 2 * STEPS
 ) -> None:
-    """A run of the model on a store gives what that of an ordinary one gives; weights are read in
-    so many passes, and nothing is written."""
+    """Check that a run on a store equals a plain one.
+
+    It reads the weights in `passes` passes, and writes nothing.
+    """
     plain, model = build(), build()
     expected = run(plain.to(device), device)
     frozen = parameter_bytes(model) - parameter_bytes(model, trained=True)
@@ -82,14 +84,14 @@ def assert_same(
         after = store.stats()
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other)
-        memory = 1 if device == "cpu" else 2  # tiers with room for a share
+        memory = 1 if device == "cpu" else 2  # tiers that hold a fraction
         moved = after.bytes_read - before.bytes_read
         assert moved > passes * (1 - memory * SHARE) * frozen
         assert after.bytes_written == before.bytes_written
 
 
 @pytest.mark.full("a loop of another library")
-def test_accelerate_accumulates(device: str, disk_dir: Path) -> None:
+def test_accelerate_accumulation_equals_plain(device: str, disk_dir: Path) -> None:
     def run(model: Any, device: str) -> list[torch.Tensor]:
         accelerator = accelerate.Accelerator(
             cpu=True, gradient_accumulation_steps=2, device_placement=False
@@ -110,7 +112,7 @@ def test_accelerate_accumulates(device: str, disk_dir: Path) -> None:
     assert_same(run, device, disk_dir)
 
 
-def test_under_autocast(device: str, disk_dir: Path) -> None:
+def test_autocast_equals_plain(device: str, disk_dir: Path) -> None:
     """Casts of frozen weights stay until the backward, as the guide says: those are read once."""
     if PRETENDING and device != "cpu":
         pytest.skip("the pretend accelerator has no autocast")
@@ -122,12 +124,12 @@ def test_under_autocast(device: str, disk_dir: Path) -> None:
     assert_same(lambda model, device: train(model, device, loss), device, disk_dir, passes=STEPS)
 
 
-@pytest.mark.full("a kind of LoRA; test_the_file_of_the_adapters has another")
-def test_dora(device: str, disk_dir: Path) -> None:
+@pytest.mark.full("a kind of LoRA; test_adapter_file_equals_plain has another")
+def test_dora_equals_plain(device: str, disk_dir: Path) -> None:
     assert_same(train, device, disk_dir, lambda: llama(use_dora=True))
 
 
-def test_our_checkpoint_each_block(device: str, disk_dir: Path) -> None:
+def test_checkpoint_of_each_block_equals_plain(device: str, disk_dir: Path) -> None:
     def build() -> nn.Module:
         model = models.Tower().requires_grad_(False)
         model.layers[0].requires_grad_(True)
@@ -143,7 +145,7 @@ def test_our_checkpoint_each_block(device: str, disk_dir: Path) -> None:
 
 
 class Texts(torch.utils.data.Dataset[Any]):
-    """A few, always the same."""
+    """A few texts, always the same."""
 
     def __len__(self) -> int:
         return 2 * STEPS
@@ -154,7 +156,7 @@ class Texts(torch.utils.data.Dataset[Any]):
 
 
 @pytest.mark.full("tests/training/test_trainer.py has the same trainer")
-def test_the_trainer_of_transformers(device: str, disk_dir: Path) -> None:
+def test_transformers_trainer_equals_plain(device: str, disk_dir: Path) -> None:
     if device != "cpu":
         pytest.skip("it chooses the device itself, and knows no pretend accelerator")
 
@@ -178,7 +180,7 @@ def test_the_trainer_of_transformers(device: str, disk_dir: Path) -> None:
 
 
 def with_loras(pipe: Any) -> Any:
-    """As the training scripts of diffusers: a LoRA in the UNet and in a text encoder."""
+    """Add a LoRA to the UNet and to a text encoder, as diffusers' training scripts do."""
     torch.manual_seed(1)
     for part in pipelines.components(pipe).values():
         part.requires_grad_(False)
@@ -219,7 +221,9 @@ def train_to_denoise(pipe: Any, device: str) -> list[torch.Tensor]:
 
 
 @pytest.mark.full("a whole pipeline", keep=["cpu"])
-def test_a_pipeline_with_two_loras(device: str, checkpoint: Checkpoints, disk_dir: Path) -> None:
+def test_pipeline_with_two_loras_equals_plain(
+    device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
     path = checkpoint("sdxl")
     expected = train_to_denoise(
         with_loras(pipelines.load("sdxl", path, torch_dtype=torch.float32)).to(device), device
@@ -239,7 +243,7 @@ def test_a_pipeline_with_two_loras(device: str, checkpoint: Checkpoints, disk_di
     assert after.bytes_written == before.bytes_written
 
 
-def test_the_file_of_the_adapters(device: str, disk_dir: Path) -> None:
+def test_adapter_file_equals_plain(device: str, disk_dir: Path) -> None:
     def run(model: Any, device: str) -> list[torch.Tensor]:
         train(model, device)
         model.save_pretrained(disk_dir / "adapters")

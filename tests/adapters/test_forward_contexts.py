@@ -1,4 +1,4 @@
-"""One protocol for inference and training: its rules are kept, and they catch faults."""
+"""One protocol of contexts for inference and training: it holds, and violations are found."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def maker(module: nn.Module, kind: type) -> Callable[[], Any]:
     patch: Any = vars(module)["forward"]
     while isinstance(patch, MethodPatch):
         assert isinstance(patch.run, ForwardRunner)
-        if isinstance(patch.run.use(), kind):
-            return patch.run.use
+        if isinstance(patch.run.make_context(), kind):
+            return patch.run.make_context
         patch = patch.replaced
     raise AssertionError(f"no {kind.__name__} is around it")
 
@@ -64,7 +64,7 @@ class TestUnitContextInTraining(TestUnitContext):
 
 
 class TestPassContext(ForwardContextConformance):
-    """During a pass, a call of the model is no other one."""
+    """A nested call during a pass is not a separate pass."""
 
     kind: Any = staticmethod(dispatched)
     made: Callable[..., PassContext] = PassContext
@@ -75,7 +75,7 @@ class TestPassContext(ForwardContextConformance):
             make = maker(model, PassContext)
             run = make()
             yield Subject(
-                lambda: type(self).made(run.current, run.passes, run.begun, ended=run.ended),
+                lambda: type(self).made(run.current, run.passes, run.on_begin, on_end=run.on_end),
                 lambda: run.current.context is None,
             )
 
@@ -88,14 +88,14 @@ class TestPassContextInTraining(TestPassContext):
 
 
 class Forgets(PassContext):
-    """Ends never."""
+    """Never ends."""
 
     def _end(self, *, failed: bool) -> None:
         pass
 
 
 class EndsOthers(PassContext):
-    """Ends the pass, whoever began it."""
+    """Ends the pass, whichever context began it."""
 
     def _end(self, *, failed: bool) -> None:
         self.current.context = None
@@ -104,12 +104,12 @@ class EndsOthers(PassContext):
 @pytest.mark.parametrize(
     ("kind", "rule"),
     [
-        (Forgets, ForwardContextConformance.test_what_begins_is_finished),
-        (Forgets, ForwardContextConformance.test_what_raised_is_ended),
-        (EndsOthers, ForwardContextConformance.test_one_inside_another),
+        (Forgets, ForwardContextConformance.test_begin_then_finish_restores_the_model),
+        (Forgets, ForwardContextConformance.test_end_after_an_error_restores_the_model),
+        (EndsOthers, ForwardContextConformance.test_nested_contexts_restore_in_order),
     ],
 )
-def test_the_rules_catch_it(kind: Any, rule: Any, disk_dir: Path) -> None:
+def test_context_that_breaks_a_rule_fails(kind: Any, rule: Any, disk_dir: Path) -> None:
     class Faulty(TestPassContext):
         made = kind
 

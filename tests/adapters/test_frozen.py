@@ -1,7 +1,7 @@
-"""A few weights are trained, and most are frozen and offloaded: the same gradients, to the bit.
+"""Training a few weights while most are frozen and offloaded gives bitwise the same gradients.
 
-Frozen weights stream in the forward and in the backward; nothing of them is written. What could
-give wrong gradients in silence gives right ones or raises.
+Frozen weights stream in the forward and in the backward; none is written. A change that could give
+wrong gradients gives right ones or raises.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Gradients = dict[str, torch.Tensor | None]
 
 
 def lora(model: nn.Module, *targets: str) -> nn.Module:
-    """With an adapter whose weights are random: all of them get gradients."""
+    """Add an adapter of random weights, so that all of them get gradients."""
     torch.manual_seed(1)
     config = peft.LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False)
     return peft.get_peft_model(model, config)
@@ -76,7 +76,7 @@ def unet() -> Any:
 
 
 def loss_of(model: Any, number: int, device: str) -> torch.Tensor:
-    """Of a batch that depends on its number."""
+    """Return the loss of a batch that depends on its number."""
     inner = model.get_base_model() if isinstance(model, peft.PeftModel) else model
     kind = type(inner).__name__
     ids = models.tokens(number, (2, 7), 96).to(device)
@@ -86,7 +86,7 @@ def loss_of(model: Any, number: int, device: str) -> torch.Tensor:
         return model(input_ids=ids, labels=ids, use_cache=False).loss
     if kind == "UNet2DConditionModel":
         random = torch.Generator().manual_seed(number)
-        # Reentrant checkpointing goes back only through what an input wants a gradient of.
+        # Reentrant checkpointing only goes back through an input that requires a gradient.
         latents = torch.randn(1, 4, 8, 8, generator=random).to(device).requires_grad_()
         states = torch.randn(1, 3, 32, generator=random).to(device)
         return model(latents, torch.tensor([3]).to(device), states).sample.square().mean()
@@ -100,7 +100,7 @@ def trained(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def train(model: Any, device: str) -> list[torch.Tensor]:
-    """Losses, gradients and trained weights of a few steps."""
+    """Return losses, gradients and trained weights of a few steps."""
     optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-2)
     found = []
     for number in range(STEPS):
@@ -115,7 +115,7 @@ def train(model: Any, device: str) -> list[torch.Tensor]:
 
 
 def recompute(model: Any, how: str) -> None:
-    """Gradient checkpointing as each library has it."""
+    """Enable gradient checkpointing as each library offers it."""
     if how == "plain":
         return
     reentrant = {"use_reentrant": how == "reentrant"}
@@ -135,17 +135,17 @@ OFFLOADS: dict[str, Callable[[nn.Module, TierStore], object]] = {
 
 
 @pytest.mark.full(
-    "every model, however it is offloaded and recomputed, at every budget",
+    "every model, way to offload, recomputation and budget",
     keep="a third",
 )
-@pytest.mark.long("no two of these have to do with each other", keep="values")
+@pytest.mark.long("these are independent of each other", keep="values")
 @pytest.mark.parametrize("build", (llama, flux, t5_head, unet), ids=lambda build: build.__name__)
 @pytest.mark.parametrize("how", ("plain", "reentrant", "not reentrant"))
 @pytest.mark.parametrize(
     ("offload", "share"),
     [("dispatched", 0.15), ("dispatched", 0.5), ("dispatched", 1.5), ("in groups", 0.5)],
 )
-def test_a_few_steps_are_the_same(
+def test_training_steps_equal_plain(
     offload: str, share: float, how: str, build: Callable[[], Any], device: str, disk_dir: Path
 ) -> None:
     plain, model = build(), build()
@@ -163,7 +163,8 @@ def test_a_few_steps_are_the_same(
         for one, other in zip(expected, found, strict=True):
             assert torch.equal(one, other)
         assert moved.bytes_written == before.bytes_written
-        if share < 1:  # at least as much as cannot have stayed, in the forward and in the backward
+        # at least the bytes that cannot have stayed, in the forward and in the backward
+        if share < 1:
             assert moved.bytes_read - before.bytes_read > 2 * STEPS * (frozen - budget) * 0.4
         assert all(p.grad is None for p in model.parameters())
         for tier, peak in moved.peak_bytes.items():
@@ -220,10 +221,10 @@ def reentrant(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(model, x, use_reentrant=True)
 
 
-@pytest.mark.full("what is frozen, and what runs it", keep="a third")
+@pytest.mark.full("the frozen part, the way to run", keep="a third")
 @pytest.mark.parametrize("run", (twice, layers_twice, not_reentrant, reentrant))
 @pytest.mark.parametrize("freeze", (head_only, first_bias, nothing))
-def test_gradients_of_what_is_trained(
+def test_gradients_of_trained_weights_equal_plain(
     freeze: Callable[[nn.Module], None],
     run: Callable[..., torch.Tensor],
     device: str,
@@ -247,7 +248,7 @@ def test_gradients_of_what_is_trained(
 def frozen_tower(
     disk_dir: Path, device: str, share: float = SHARE
 ) -> tuple[nn.Module, nn.Module, TierStore]:
-    """An ordinary one with a trained head, and the same on a store."""
+    """Return a plain tower with a trained head, and the same on a store."""
     plain, model = models.Tower(), models.Tower()
     for each in (plain, model):
         head_only(each)
@@ -256,7 +257,7 @@ def frozen_tower(
     return plain.to(device), model, store
 
 
-def test_a_graph_that_is_kept_is_gone_back_through_twice(device: str, disk_dir: Path) -> None:
+def test_retained_graph_second_backward_equals_plain(device: str, disk_dir: Path) -> None:
     plain, model, store = frozen_tower(disk_dir, device)
     found = []
     with store:
@@ -269,8 +270,8 @@ def test_a_graph_that_is_kept_is_gone_back_through_twice(device: str, disk_dir: 
 
 
 @pytest.mark.parametrize("share", (SHARE, 3))
-def test_second_derivatives(share: float, device: str, disk_dir: Path) -> None:
-    """They keep the weights that the first ones need: right where there is room, or refused."""
+def test_second_derivatives_equal_plain_or_raise(share: float, device: str, disk_dir: Path) -> None:
+    """They keep the weights that the first ones need: right if these fit, else an error."""
     plain, model, store = frozen_tower(disk_dir, device, share)
     found = []
     with store:
@@ -299,7 +300,7 @@ def other_memory(weight: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("run_again", (False, True), ids=("at once", "after another run"))
 @pytest.mark.parametrize("edit", (by_torch, other_memory))
-def test_a_frozen_weight_that_is_changed_in_between(
+def test_frozen_weight_changed_before_backward_raises_or_works(
     edit: Callable[[torch.Tensor], None], run_again: bool, device: str, disk_dir: Path
 ) -> None:
     """It raises, as torch does, or the gradient is that of the forward."""
@@ -322,12 +323,12 @@ def test_a_frozen_weight_that_is_changed_in_between(
         edit(plain.layers[3].weight)
         before = expected
         (expected,) = torch.autograd.grad(plain(x).square().sum(), x)
-        assert not torch.equal(before, expected)  # control: what is read too late is another one
+        assert not torch.equal(before, expected)  # control: a late read sees another value
         (gradient,) = torch.autograd.grad(model(x).square().sum(), x)
         assert torch.equal(gradient, expected)
 
 
-def test_a_model_that_is_cut_anew_in_between_says_so(device: str, disk_dir: Path) -> None:
+def test_model_repartitioned_before_backward_raises(device: str, disk_dir: Path) -> None:
     _, model, store = frozen_tower(disk_dir, device)
     with store:
         x = models.rows().to(device).requires_grad_(True)
@@ -338,8 +339,8 @@ def test_a_model_that_is_cut_anew_in_between_says_so(device: str, disk_dir: Path
             loss.backward()
 
 
-def test_what_is_frozen_or_trained_may_change(device: str, disk_dir: Path) -> None:
-    """No gradient is missing in silence."""
+def test_frozen_and_trained_weights_may_be_exchanged(device: str, disk_dir: Path) -> None:
+    """No gradient is silently missing."""
     plain, model, store = frozen_tower(disk_dir, device)
     x = models.rows().to(device)
     with store:
@@ -351,13 +352,13 @@ def test_what_is_frozen_or_trained_may_change(device: str, disk_dir: Path) -> No
 
 
 @pytest.mark.parametrize("wanted", (True, False))
-def test_what_is_trained_changes_between_forward_and_backward(
+def test_trained_set_changed_before_backward_raises_or_is_right(
     wanted: bool, device: str, disk_dir: Path
 ) -> None:
-    """What the forward was is gone back through, as torch does it, or it raises."""
+    """The backward uses the state of the forward, as in torch, or raises."""
     plain, model, store = frozen_tower(disk_dir, device)
     x = models.rows().to(device)
-    number = 3 if wanted else -1  # one that was frozen is trained from now on, or the head is not
+    number = 3 if wanted else -1  # a frozen weight is trained from now on, or the head is not
     with store:
         for each in (plain, model):
             loss = each(x.clone().requires_grad_(True)).square().sum()
@@ -375,7 +376,7 @@ def test_what_is_trained_changes_between_forward_and_backward(
         assert store.stats().bytes_read > 0
 
 
-def test_a_weight_that_begins_to_be_trained_during_a_run(device: str, disk_dir: Path) -> None:
+def test_weight_unfrozen_during_a_run_raises(device: str, disk_dir: Path) -> None:
     _, model, store = frozen_tower(disk_dir, device)
     with store:
         x = models.rows().to(device).requires_grad_(True)
@@ -387,7 +388,7 @@ def test_a_weight_that_begins_to_be_trained_during_a_run(device: str, disk_dir: 
         assert model.layers[3].weight.grad is None
 
 
-def test_an_adapter_that_comes_later(device: str, disk_dir: Path) -> None:
+def test_adapter_added_later_trains(device: str, disk_dir: Path) -> None:
     plain, model = models.build("llama"), models.build("llama")
     with open_store(disk_dir, parameter_bytes(model) // 2, device) as store:
         dispatch_model(model, store)
@@ -402,8 +403,8 @@ def test_an_adapter_that_comes_later(device: str, disk_dir: Path) -> None:
         assert all(p.device.type == store.device.type for p in trained(model).values())
 
 
-def test_gradients_stay_when_the_model_is_cut_anew(device: str, disk_dir: Path) -> None:
-    """They add up, where what is trained is."""
+def test_gradients_are_kept_when_the_model_is_repartitioned(device: str, disk_dir: Path) -> None:
+    """They accumulate on the device of the trained weights."""
     plain, model, store = frozen_tower(disk_dir, device)
     x = models.rows().to(device)
     with store:
@@ -419,7 +420,7 @@ def test_gradients_stay_when_the_model_is_cut_anew(device: str, disk_dir: Path) 
         assert model.layers[-1].weight.grad.device.type == "cpu"
 
 
-def test_what_is_trained_counts_in_the_budget(device: str, disk_dir: Path) -> None:
+def test_trained_weights_count_in_the_budget(device: str, disk_dir: Path) -> None:
     model = models.Tower()
     model.requires_grad_(False)
     model.layers[:3].requires_grad_(True)
@@ -432,7 +433,7 @@ def test_what_is_trained_counts_in_the_budget(device: str, disk_dir: Path) -> No
 
 
 class Stashes(torch.autograd.Function):
-    """Keeps a view of a weight by itself, past what autograd saves."""
+    """Keeps its own view of a weight, beside the tensors that autograd saves."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -458,7 +459,7 @@ def stashing() -> nn.Module:
 
 
 def bytes_kept_after_a_forward(model: nn.Module, device: str, disk_dir: Path) -> int:
-    """The memory of the store that a graph keeps when the groups in it have gone."""
+    """Return the bytes of the store that a graph still holds once its groups are evicted."""
     with open_store(disk_dir, 2 * parameter_bytes(model), device) as store:
         dispatch_model(model, store)
         output = model(models.rows().requires_grad_(True))
@@ -466,17 +467,17 @@ def bytes_kept_after_a_forward(model: nn.Module, device: str, disk_dir: Path) ->
         assert store.stats().bytes_read > 0
         disable_offload(model)
         core = core_of(store)
-        core.mover.catch_up()
-        return sum(slot.nbytes for slot in core.tiers.top.left)
+        core.mover.drain()
+        return sum(slot.nbytes for slot in core.tiers.top.detached)
 
 
-def test_the_graph_holds_no_memory_of_the_store(device: str, disk_dir: Path) -> None:
+def test_graph_holds_no_memory_of_the_store(device: str, disk_dir: Path) -> None:
     assert not bytes_kept_after_a_forward(tower(frozen=True), device, disk_dir / "1")
     assert not bytes_kept_after_a_forward(tower(frozen=False), device, disk_dir / "2")
     assert bytes_kept_after_a_forward(stashing(), device, disk_dir / "3")  # control
 
 
-def test_what_keeps_a_view_by_itself_finds_it(device: str, disk_dir: Path) -> None:
+def test_kept_view_in_a_graph_stays_valid(device: str, disk_dir: Path) -> None:
     model = stashing()
     x = models.rows().to(device)
     expected = gradients_of(copy.deepcopy(model).to(device), x)
@@ -502,7 +503,7 @@ def test_activations_may_be_offloaded_as_well(device: str, disk_dir: Path) -> No
         assert store.stats().activations.shipped_bytes > 0
 
 
-def test_after_a_backward_that_raised_nothing_stays_leased(device: str, disk_dir: Path) -> None:
+def test_backward_that_raised_leaves_no_lease(device: str, disk_dir: Path) -> None:
     plain, model, store = frozen_tower(disk_dir, device)
     x = models.rows().to(device)
 
@@ -521,10 +522,8 @@ def test_after_a_backward_that_raised_nothing_stays_leased(device: str, disk_dir
         disable_offload(model)
 
 
-def test_layers_that_recompute_themselves_come_again_in_the_backward(
-    device: str, disk_dir: Path
-) -> None:
-    """transformers' layers recompute what their class has as forward, not what stands in for it."""
+def test_recomputed_layers_are_loaded_again_in_the_backward(device: str, disk_dir: Path) -> None:
+    """Layers of transformers recompute with the forward of their class, not with a patch."""
     plain, model = llama().train(), llama().train()
     for each in (plain, model):
         each.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -536,8 +535,8 @@ def test_layers_that_recompute_themselves_come_again_in_the_backward(
         before = store.stats()
         loss.backward()
         after = store.stats()
-    asked = [stats.hits + stats.late + stats.misses for stats in (before, after)]
-    assert asked[1] - asked[0] >= model.config.num_hidden_layers
+    leases = [stats.hits + stats.late + stats.misses for stats in (before, after)]
+    assert leases[1] - leases[0] >= model.config.num_hidden_layers
     if device == "cpu":
         for name, parameter in trained(plain).items():
             assert torch.equal(parameter.grad, trained(model)[name].grad), name

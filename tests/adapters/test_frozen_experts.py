@@ -16,7 +16,10 @@ from tests.store.helpers import open_store
 from tierstore import dispatch_model
 
 ON_BOTH = [name for name in IMPLEMENTATIONS if name != "grouped_mm"]
-"""The pretend accelerator has no histogram, which transformers' grouped_mm takes."""
+"""Implementations for both devices.
+
+The pretend accelerator has no histogram, which transformers' grouped_mm needs.
+"""
 
 
 def adapted(kind: str, implementation: str) -> Any:
@@ -27,7 +30,7 @@ def adapted(kind: str, implementation: str) -> Any:
 
 
 def train(model: Any, kind: str, device: str) -> list[torch.Tensor]:
-    """Losses and gradients of two steps, and the adapter afterwards."""
+    """Return losses and gradients of two steps, and the adapter afterwards."""
     optimizer = torch.optim.AdamW(trained(model).values(), lr=1e-2)
     ids = inputs(kind).to(device)
     found = []
@@ -50,9 +53,9 @@ def gradients(model: Any) -> list[torch.Tensor]:
 @pytest.mark.parametrize("implementation", ON_BOTH)
 @pytest.mark.parametrize("recomputed", (False, True))
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.full("the model, how it uses experts, the device", keep="a third")
-@pytest.mark.long("no two of these have to do with each other", keep="values")
-def test_steps_are_the_same(
+@pytest.mark.full("model, implementation and device", keep="a third")
+@pytest.mark.long("these are independent of each other", keep="values")
+def test_expert_training_steps_equal_plain(
     device: str, recomputed: bool, implementation: str, kind: str, disk_dir: Path
 ) -> None:
     assert_steps_are_the_same(kind, implementation, device, disk_dir, recomputed=recomputed)
@@ -60,7 +63,7 @@ def test_steps_are_the_same(
 
 @pytest.mark.parametrize("kind", STACKED)
 @pytest.mark.full("the model", keep=["qwen"])
-def test_steps_with_grouped_products_are_the_same(kind: str, disk_dir: Path) -> None:
+def test_expert_training_with_grouped_products_equals_plain(kind: str, disk_dir: Path) -> None:
     assert_steps_are_the_same(kind, "grouped_mm", "cpu", disk_dir, recomputed=False)
 
 
@@ -97,10 +100,10 @@ def unfrozen(stack: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("change", (by_torch, unfrozen))
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_stack_that_is_changed_before_the_backward(
+def test_expert_stack_changed_before_the_backward_raises(
     device: str, change: Any, disk_dir: Path
 ) -> None:
-    """No wrong gradient: it raises. The next step is right."""
+    """It raises instead of giving a wrong gradient. The next step is right."""
     chosen = torch.tensor([[0, 1], [1, 2], [2, 3], [0, 3]]).to(device)
     plain, model = (Routed().requires_grad_(False) for _ in range(2))
     plain.to(device)

@@ -1,4 +1,4 @@
-"""A device budget that nobody chose: half of what is free, and half of what models left over."""
+"""An automatic device budget: half of the free memory, and half of the memory that models leave."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tierstore.model.sizes import PAGE
 WIDTH, LAYERS = 256, 24
 LAYER = WIDTH * WIDTH * 4
 LIMIT = 20 * LAYER
-"""Of the device: less than the weights."""
+"""Device limit: less than the weights."""
 ROWS = 64
 
 
 class Tower(nn.Module):
-    """Layers one after the other. What goes through them takes a little memory."""
+    """Layers one after the other, with small activations."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def given() -> torch.Tensor:
 
 @pytest.fixture
 def limit() -> Iterator[int]:
-    """The device has little memory, and nothing in it."""
+    """Limit the device to little memory, and free it all."""
     torch.accelerator.synchronize(ACCELERATOR)
     torch.accelerator.empty_cache()
     before = pretend.memory_reserved()
@@ -69,7 +69,7 @@ def on_device(store: TierStore) -> int:
 # The rule -----------------------------------------------------------------------------------------
 
 
-def test_it_never_shrinks_and_never_takes_more_than_there_is() -> None:
+def test_grown_budget_never_shrinks_or_exceeds_memory() -> None:
     draw = random.Random(0)
     grown = 0
     for _ in range(2000):
@@ -89,7 +89,7 @@ def test_it_never_shrinks_and_never_takes_more_than_there_is() -> None:
 
 
 @pytest.mark.pretend_only("limits")
-def test_more_stays_on_the_device_once_the_model_has_run(disk_dir: Path, limit: int) -> None:
+def test_budget_grows_after_the_model_has_run(disk_dir: Path, limit: int) -> None:
     model = Tower()
     with torch.no_grad():
         expected = model(given())
@@ -109,7 +109,7 @@ def test_more_stays_on_the_device_once_the_model_has_run(disk_dir: Path, limit: 
 
 @pytest.mark.pretend_only("limits")
 @pytest.mark.parametrize("chosen", [8 * LAYER, "40%"])
-def test_a_budget_that_was_chosen_stays(chosen: int | str, disk_dir: Path, limit: int) -> None:
+def test_budget_set_by_the_caller_stays(chosen: int | str, disk_dir: Path, limit: int) -> None:
     model = Tower()
     with open_store(disk_dir, device_budget=chosen) as store, torch.no_grad():
         first = budget(store)
@@ -120,8 +120,8 @@ def test_a_budget_that_was_chosen_stays(chosen: int | str, disk_dir: Path, limit
 
 
 @pytest.mark.pretend_only("limits")
-def test_what_models_need_is_left_to_them(disk_dir: Path, limit: int) -> None:
-    """The more activations take, the less the budget grows."""
+def test_budget_growth_leaves_memory_for_activations(disk_dir: Path, limit: int) -> None:
+    """The more memory activations take, the less the budget grows."""
     grown = []
     for number, rows in enumerate((64, 256)):
         torch.accelerator.empty_cache()
@@ -138,8 +138,8 @@ def test_what_models_need_is_left_to_them(disk_dir: Path, limit: int) -> None:
 
 
 @pytest.mark.pretend_only("limits")
-def test_every_model_of_the_store_has_to_have_run(disk_dir: Path, limit: int) -> None:
-    """What decodes an image at the end needs more memory than all that ran before."""
+def test_budget_grows_once_every_model_has_run(disk_dir: Path, limit: int) -> None:
+    """The decoder of an image runs last, and needs more memory than all before it."""
     with open_store(disk_dir) as store, torch.no_grad():
         first = budget(store)
         one, other = dispatch_model(Tower(), store), dispatch_model(Tower(1), store)
@@ -151,7 +151,7 @@ def test_every_model_of_the_store_has_to_have_run(disk_dir: Path, limit: int) ->
 
 
 @pytest.mark.pretend_only("limits")
-def test_a_run_that_failed_does_not_count(disk_dir: Path, limit: int) -> None:
+def test_failed_run_does_not_grow_the_budget(disk_dir: Path, limit: int) -> None:
     with open_store(disk_dir) as store, torch.no_grad():
         first = budget(store)
         model = dispatch_model(Tower(), store)
@@ -162,7 +162,7 @@ def test_a_run_that_failed_does_not_count(disk_dir: Path, limit: int) -> None:
         assert budget(store) > first
 
 
-def test_without_an_accelerator_there_is_nothing_to_grow(disk_dir: Path) -> None:
+def test_budget_without_an_accelerator_does_not_grow(disk_dir: Path) -> None:
     model = Tower()
     with TierStore(8 * LAYER, disk_dir, device="cpu") as store, torch.no_grad():
         dispatch_model(model, store)

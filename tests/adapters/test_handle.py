@@ -29,7 +29,7 @@ from tierstore.errors import ClosedError
 
 pytestmark = [
     pytest.mark.full(
-        "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+        "model and partition are independent; test_parity.py covers both devices",
         keep="a third",
     ),
     pytest.mark.parametrize("device", DEVICES),
@@ -40,8 +40,8 @@ def values(pipe: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in pipelines.weights(pipe)}
 
 
-def replaced_methods(pipe: Any) -> dict[str, set[str]]:
-    """The methods of a pipeline and its modules that something was put in the place of."""
+def patched_methods(pipe: Any) -> dict[str, set[str]]:
+    """Return the patched methods of a pipeline and its modules."""
     objects = {"": pipe}
     for component, root in pipelines.components(pipe).items():
         objects |= {f"{component}.{path}": module for path, module in root.named_modules()}
@@ -57,7 +57,7 @@ def replaced_methods(pipe: Any) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("offload_type", OFFLOAD_TYPES)
 @pytest.mark.parametrize("kind", pipelines.KINDS)
-def test_disabled_a_pipeline_is_what_it_was(
+def test_disabled_pipeline_is_unchanged(
     kind: str,
     offload_type: str,
     device: str,
@@ -70,24 +70,24 @@ def test_disabled_a_pipeline_is_what_it_was(
     with a_third_of(pipe, disk_dir, device) as store:
         handle = enable_group_offload(pipe, store, offload_type=offload_type)
         assert handle.enabled and handle.store is store
-        assert replaced_methods(pipe)
+        assert patched_methods(pipe)
         pipelines.run(kind, pipe, device=device)
         groups = list(handle.groups)
         assert groups and all(key in store for key in groups)
         disable_offload(handle)
         assert not handle.enabled and not handle.groups
         assert not any(key in store for key in groups)
-        assert not replaced_methods(pipe)
+        assert not patched_methods(pipe)
         assert_same(values(pipe), true)
         assert {tensor.device.type for _, tensor in pipelines.weights(pipe)} == {"cpu"}
-        asked = acquires(store)  # not bytes: a prefetch may still be on its way from the disk
+        leases = acquires(store)  # not bytes: a prefetch may still be on its way from the disk
         assert torch.equal(pipelines.run(kind, pipe), reference(kind).output)
-        assert acquires(store) == asked > 0
+        assert acquires(store) == leases > 0
         disable_offload(handle)  # nothing more to do
     assert torch.equal(pipelines.run(kind, pipe), reference(kind).output)
 
 
-def test_disabled_cast_weights_are_true_after_the_store_is_closed(
+def test_disabled_cast_weights_survive_the_closed_store(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     model = pipelines.load("llama", checkpoint("llama"), torch_dtype=torch.float32)
@@ -98,7 +98,7 @@ def test_disabled_cast_weights_are_true_after_the_store_is_closed(
     assert_same(values(model), true)
 
 
-def test_stats_are_the_store_s(
+def test_handle_stats_are_those_of_the_store(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     expected = reference("flux", device=device)
@@ -120,7 +120,7 @@ def test_stats_are_the_store_s(
             assert 0 < stats.peak_bytes[tier] <= stats.budget_bytes[tier]
 
 
-def test_suspended_the_weights_are_ordinary(
+def test_suspended_pipeline_has_ordinary_weights(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     expected = reference("flux").output
@@ -130,9 +130,9 @@ def test_suspended_the_weights_are_ordinary(
         with handle.suspended():
             assert not handle.enabled and not handle.groups
             with handle.suspended():
-                asked, reads = acquires(store), store.stats().bytes_read
+                leases, reads = acquires(store), store.stats().bytes_read
                 assert torch.equal(pipelines.run("flux", pipe), expected)
-                assert acquires(store) == asked > 0
+                assert acquires(store) == leases > 0
             assert not handle.enabled
         assert handle.enabled and handle.groups
         assert torch.equal(
@@ -142,7 +142,7 @@ def test_suspended_the_weights_are_ordinary(
         assert store.stats().bytes_written == 0
 
 
-def test_the_context_manager_disables_after_an_error(
+def test_handle_context_disables_after_an_error(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     model = pipelines.load("llama", checkpoint("llama"))
@@ -153,10 +153,10 @@ def test_the_context_manager_disables_after_an_error(
         assert not store.keys("LlamaForCausalLM")
 
 
-# Again --------------------------------------------------------------------------------------------
+# Offloading again ---------------------------------------------------------------------------------
 
 
-def test_again_with_the_same_arguments_nothing_happens(
+def test_offload_again_with_the_same_arguments_does_nothing(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     pipe = pipelines.load("flux", checkpoint("flux"))
@@ -169,11 +169,11 @@ def test_again_with_the_same_arguments_nothing_happens(
         assert enable_group_offload(pipe, store, offload_type="leaf_level") is not handle
 
 
-def test_again_with_other_arguments_it_starts_anew(
+def test_offload_again_with_other_arguments_starts_over(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path, tmp_path: Path
 ) -> None:
     pipe = pipelines.load("flux", checkpoint("flux"))
-    assert not replaced_methods(pipe)
+    assert not patched_methods(pipe)
     with (
         a_third_of(pipe, disk_dir, device) as store,
         a_third_of(pipe, tmp_path / "other", device) as other,
@@ -187,16 +187,16 @@ def test_again_with_other_arguments_it_starts_anew(
         output = pipelines.run("flux", pipe, device=device)
         assert torch.equal(output, reference("flux", device=device).output)
         assert other.stats().bytes_read > 0 and store.stats().bytes_read == 0
-        with pytest.raises(ValueError, match="not offloaded by itself: pass the pipeline"):
+        with pytest.raises(ValueError, match="not offloaded on its own: pass the pipeline"):
             disable_offload(pipe.transformer)
         assert disable_offload(pipe) is pipe and not third.enabled
-        assert not replaced_methods(pipe)
+        assert not patched_methods(pipe)
         for target in (pipe, pipe.transformer, store):
             with pytest.raises(ValueError, match="not offloaded"):
                 disable_offload(target)
 
 
-def test_the_handle_need_not_be_kept(
+def test_dropped_handle_leaves_the_pipeline_offloaded(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     pipe = pipelines.load("flux", checkpoint("flux"))
@@ -208,7 +208,7 @@ def test_the_handle_need_not_be_kept(
         assert store.stats().bytes_read > 0
 
 
-def test_a_pipeline_that_is_dropped_takes_nothing_any_more(
+def test_dropped_pipeline_leaves_the_store(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     pipe = pipelines.load("flux", checkpoint("flux"))
@@ -219,14 +219,14 @@ def test_a_pipeline_that_is_dropped_takes_nothing_any_more(
         del pipe
         gc.collect()
         assert dropped() is None
-        store.put("another", torch.zeros(1))  # a step of the store, at which it looks
+        store.put("another", torch.zeros(1))  # a call of the store, which cleans up
         assert store.keys() == ["another"]
 
 
-# With others --------------------------------------------------------------------------------------
+# With other stores and handles --------------------------------------------------------------------
 
 
-def test_two_pipelines_on_one_store(
+def test_two_pipelines_on_one_store_run(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     pipes = {kind: pipelines.load(kind, checkpoint(kind)) for kind in ("flux", "wan")}
@@ -244,7 +244,7 @@ def test_two_pipelines_on_one_store(
 
 
 @pytest.mark.full("as two pipelines on one store")
-def test_two_pipelines_that_share_components(
+def test_two_pipelines_that_share_components_run(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     expected = reference("flux").output
@@ -276,7 +276,7 @@ def test_two_pipelines_that_share_components(
 # A closed store -----------------------------------------------------------------------------------
 
 
-def test_on_a_closed_store_a_call_is_an_error_and_weights_are_true(
+def test_closed_store_call_raises_and_weights_are_true(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path, tmp_path: Path
 ) -> None:
     pipe = pipelines.load("flux", checkpoint("flux"))
@@ -295,7 +295,7 @@ def test_on_a_closed_store_a_call_is_an_error_and_weights_are_true(
         assert torch.equal(output, reference("flux", device=device).output)
 
 
-def test_disabled_after_its_store_was_closed(
+def test_disable_after_the_store_was_closed_works(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     pipe = pipelines.load("flux", checkpoint("flux"))
@@ -311,7 +311,7 @@ def test_disabled_after_its_store_was_closed(
 # Models -------------------------------------------------------------------------------------------
 
 
-def test_an_autoencoder_is_entered_through_encode_and_decode(
+def test_autoencoder_runs_through_encode_and_decode(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     image, latents = torch.randn(1, 3, 16, 16), torch.randn(1, 4, 8, 8)
@@ -334,7 +334,7 @@ def test_an_autoencoder_is_entered_through_encode_and_decode(
 
 
 @torch.no_grad()
-def test_submodules_may_be_called_by_themselves(
+def test_submodules_may_be_called_alone(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     tokens = torch.arange(3, 51).reshape(2, 24).to(device)
@@ -349,7 +349,7 @@ def test_submodules_may_be_called_by_themselves(
 
 
 @torch.no_grad()
-def test_a_compiled_model(device: str, disk_dir: Path) -> None:
+def test_compiled_model_equals_plain(device: str, disk_dir: Path) -> None:
     torch.manual_seed(0)
     layers = [module for _ in range(4) for module in (nn.Linear(64, 64), nn.Tanh())]
     model, x = nn.Sequential(*layers), torch.randn(3, 64)
@@ -365,14 +365,14 @@ def test_a_compiled_model(device: str, disk_dir: Path) -> None:
         assert store.stats().bytes_read > pipelines.weight_bytes(model)
 
 
-def test_a_model_given_on_the_device(
+def test_model_given_on_the_device_is_stored(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     model = pipelines.load("llama", checkpoint("llama")).to(device)
     true = values(model)
     with a_third_of(model, disk_dir, device) as store:
         handle = enable_group_offload(model, store)
-        # On an accelerator no file can be found behind them: they are written, once.
+        # On an accelerator no file can be found for them: they are written, once.
         assert (store.stats().bytes_written >= pipelines.weight_bytes(model)) == (device != "cpu")
         assert {p.device.type for p in model.parameters()} == {"cpu"}
         for _ in range(2):

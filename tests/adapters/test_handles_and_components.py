@@ -1,4 +1,4 @@
-"""Handles and the components that they offload: shared, dropped, copied, replaced, and refused."""
+"""Handles and the components that they offload: shared, dropped, copied, replaced, and rejected."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tierstore import TierStore, disable_offload, dispatch_model, enable_group_o
 from tierstore.errors import BudgetError, ClosedError
 
 pytestmark = pytest.mark.full(
-    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    "model and partition are independent; test_parity.py covers both devices",
     keep="a third",
 )
 
@@ -36,7 +36,7 @@ ON_BOTH = pytest.mark.parametrize("device", DEVICES)
 
 
 class Pair:
-    """A pipeline of two models, with no methods of its own."""
+    """A pipeline of two models, without other methods."""
 
     def __init__(self) -> None:
         self.encoder = Tower(2)
@@ -48,24 +48,24 @@ class Pair:
 
 
 def sharing(pipe: Any, **own: Any) -> Any:
-    """Another pipeline of the same components, but for some of its own."""
+    """Return another pipeline of the same components, except for some replacements."""
     other = diffusers.FluxPipeline(**{**pipe.components, **own})
     other.set_progress_bar_config(disable=True)
     return other
 
 
 def groups_in(store: TierStore) -> list[str]:
-    """The keys of what is in use; not those of weights that were written for it."""
+    """Return the keys of groups in use, except derived weights."""
     return [key for key in store.keys() if not key.startswith("weights/")]  # noqa: SIM118
 
 
 def offloaded(store: TierStore) -> set[str]:
-    """The names of the components that are in a store."""
+    """Return the names of the components that are in a store."""
     return {key.split("/")[1] for key in groups_in(store)}
 
 
-def with_methods_of_its_own(pipe: Any) -> set[str]:
-    """The names of the components that are not as they were loaded."""
+def with_patched_methods(pipe: Any) -> set[str]:
+    """Return the names of the components that have patched methods."""
     return {
         name
         for name, root in pipelines.components(pipe).items()
@@ -78,7 +78,7 @@ def with_methods_of_its_own(pipe: Any) -> set[str]:
 
 
 @ON_BOTH
-def test_a_shared_component_is_offloaded_until_its_last_pipeline_is_disabled(
+def test_shared_component_stays_until_its_last_pipeline_ends(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     expected = reference("flux").output
@@ -90,7 +90,7 @@ def test_a_shared_component_is_offloaded_until_its_last_pipeline_is_disabled(
         assert offloaded(store) == set(pipelines.components(first))
         disable_offload(first_handle)
         assert not first_handle.enabled and second_handle.enabled
-        assert with_methods_of_its_own(first) == set(pipelines.components(first)) - {"vae"}
+        assert with_patched_methods(first) == set(pipelines.components(first)) - {"vae"}
         assert sorted(second_handle.groups) == groups_in(store)
         assert offloaded(store) == set(pipelines.components(second))
         assert torch.equal(
@@ -102,7 +102,7 @@ def test_a_shared_component_is_offloaded_until_its_last_pipeline_is_disabled(
             pipelines.run("flux", second, device=device), reference("flux", device=device).output
         )
         disable_offload(second_handle)
-        assert not groups_in(store) and not with_methods_of_its_own(second)
+        assert not groups_in(store) and not with_patched_methods(second)
     assert torch.equal(pipelines.run("flux", first), expected)
     assert torch.equal(pipelines.run("flux", second), expected)
 
@@ -110,7 +110,7 @@ def test_a_shared_component_is_offloaded_until_its_last_pipeline_is_disabled(
 @pytest.mark.full("as one that is offloaded until the last is disabled")
 @ON_BOTH
 @pytest.mark.parametrize("kept", (True, False), ids=("with its handle", "without"))
-def test_a_shared_component_outlives_the_first_pipeline(
+def test_shared_component_outlives_the_first_pipeline(
     kept: bool, device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     expected = reference("flux").output
@@ -134,14 +134,14 @@ def test_a_shared_component_outlives_the_first_pipeline(
         )
         assert sorted(handles[-1].groups) == groups_in(store)
         disable_offload(handles[-1])
-        assert not groups_in(store) and not with_methods_of_its_own(second)
+        assert not groups_in(store) and not with_patched_methods(second)
         disable_offload(handles[0])
         assert torch.equal(pipelines.run("flux", second), expected)
 
 
 @pytest.mark.full("as the first of them")
 @ON_BOTH
-def test_either_of_two_pipelines_suspends_what_they_share(
+def test_either_sharing_pipeline_suspends_the_shared_components(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     first = pipelines.load("flux", checkpoint("flux"))
@@ -163,7 +163,7 @@ def test_either_of_two_pipelines_suspends_what_they_share(
 
 
 @ON_BOTH
-def test_disabled_while_suspended_a_pipeline_stays_ordinary(
+def test_pipeline_disabled_while_suspended_stays_ordinary(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     expected = reference("flux").output
@@ -189,7 +189,7 @@ def test_disabled_while_suspended_a_pipeline_stays_ordinary(
 
 @pytest.mark.full("loads a pipeline for it alone")
 @ON_BOTH
-def test_a_component_that_is_kept_keeps_no_others(
+def test_kept_component_keeps_no_others(
     device: str, checkpoint: Checkpoints, disk_dir: Path, tmp_path: Path
 ) -> None:
     pipe = pipelines.load("flux", checkpoint("flux"))
@@ -214,7 +214,7 @@ def test_a_component_that_is_kept_keeps_no_others(
 
 
 @ON_BOTH
-def test_components_of_a_dropped_pipeline_run_and_are_changed(device: str, disk_dir: Path) -> None:
+def test_components_of_a_dropped_pipeline_run_and_change(device: str, disk_dir: Path) -> None:
     pipe, other = Pair(), Pair()
     encoder, decoder = pipe.encoder, pipe.decoder
     changed = {name: value * 2 for name, value in other.encoder.state_dict().items()}
@@ -230,7 +230,7 @@ def test_components_of_a_dropped_pipeline_run_and_are_changed(device: str, disk_
         assert torch.equal(decoder(encoder(given())).cpu(), expected)
         del encoder
         gc.collect()
-        store.put("another", torch.zeros(1))  # a step of the store, at which it looks
+        store.put("another", torch.zeros(1))  # a call of the store, which cleans up
         store.discard("another")
         assert offloaded(store) == {"decoder"}
         disable_offload(handle)
@@ -242,7 +242,7 @@ def test_components_of_a_dropped_pipeline_run_and_are_changed(device: str, disk_
 
 @ON_BOTH
 @pytest.mark.parametrize("made", (copy.deepcopy, pickled, saved))
-def test_a_copy_of_an_offloaded_pipeline_is_an_ordinary_one(
+def test_copy_of_an_offloaded_pipeline_is_ordinary(
     made: Callable[[Any], Any],
     device: str,
     checkpoint: Checkpoints,
@@ -269,7 +269,7 @@ def test_a_copy_of_an_offloaded_pipeline_is_an_ordinary_one(
 
 @ON_BOTH
 @pytest.mark.parametrize("made", (copy.deepcopy, pickled, saved))
-def test_diffusers_may_offload_a_copy_of_an_offloaded_model(
+def test_copy_of_an_offloaded_model_may_use_diffusers_offload(
     made: Callable[[Any], Any],
     device: str,
     checkpoint: Checkpoints,
@@ -291,7 +291,7 @@ def test_diffusers_may_offload_a_copy_of_an_offloaded_model(
 
 
 @ON_BOTH
-def test_a_second_call_that_cannot_be_meant_changes_nothing(
+def test_invalid_second_call_changes_nothing(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     pipe = pipelines.load("flux", checkpoint("flux"))
@@ -309,7 +309,7 @@ def test_a_second_call_that_cannot_be_meant_changes_nothing(
 
 @ON_BOTH
 @pytest.mark.parametrize("fails", ("a group", "the store"))
-def test_after_a_second_call_that_fails_the_first_holds(
+def test_failed_second_call_leaves_the_first_in_effect(
     fails: str, device: str, disk_dir: Path, tmp_path: Path
 ) -> None:
     model = Tower(8)
@@ -336,9 +336,7 @@ def test_after_a_second_call_that_fails_the_first_holds(
 
 
 @ON_BOTH
-def test_after_a_second_call_that_fails_within_it_a_suspended_block_ends_as_any(
-    device: str, disk_dir: Path
-) -> None:
+def test_failed_second_call_in_a_suspended_block_resumes(device: str, disk_dir: Path) -> None:
     model = Tower(8)
     with open_store(disk_dir, 4 * BLOCK_BYTES, device) as store:
         handle = enable_group_offload(model, store)
@@ -351,7 +349,7 @@ def test_after_a_second_call_that_fails_within_it_a_suspended_block_ends_as_any(
 
 
 @ON_BOTH
-def test_after_a_first_call_that_fails_nothing_was_moved(device: str, disk_dir: Path) -> None:
+def test_failed_first_call_moves_nothing(device: str, disk_dir: Path) -> None:
     pipe = Pair()
     with open_store(disk_dir, 3 * BLOCK_BYTES, device) as store:
         with pytest.raises(BudgetError, match="budget"):
@@ -364,7 +362,7 @@ def test_after_a_first_call_that_fails_nothing_was_moved(device: str, disk_dir: 
 
 
 @ON_BOTH
-def test_after_a_second_dispatch_that_fails_the_first_holds(
+def test_failed_second_dispatch_leaves_the_first_in_effect(
     device: str, disk_dir: Path, tmp_path: Path
 ) -> None:
     model = Tower(8)
@@ -384,9 +382,7 @@ def test_after_a_second_dispatch_that_fails_the_first_holds(
         assert torch.equal(model(given()), Tower(8)(given()))
 
 
-def test_after_a_second_dispatch_that_fails_a_model_of_a_closed_store_is_ordinary(
-    disk_dir: Path, tmp_path: Path
-) -> None:
+def test_failed_dispatch_on_a_closed_store_is_ordinary(disk_dir: Path, tmp_path: Path) -> None:
     model = Tower(8)
     first, second = (open_store(tmp_path / name, 4 * BLOCK_BYTES, "cpu") for name in ("a", "b"))
     dispatch_model(model, first)
@@ -401,7 +397,7 @@ def test_after_a_second_dispatch_that_fails_a_model_of_a_closed_store_is_ordinar
 
 
 @ON_BOTH
-def test_a_second_call_offloads_the_components_that_are_there_then(
+def test_second_call_offloads_the_current_components(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     other = pipelines.load("flux", checkpoint("flux", transformer=1))
@@ -424,7 +420,7 @@ def test_a_second_call_offloads_the_components_that_are_there_then(
 
 @pytest.mark.full("loads a pipeline twice")
 @ON_BOTH
-def test_components_that_are_replaced_in_a_suspended_block(
+def test_components_replaced_while_suspended_are_offloaded(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     other = pipelines.load("flux", checkpoint("flux", transformer=1))
@@ -442,7 +438,7 @@ def test_components_that_are_replaced_in_a_suspended_block(
 
 
 @ON_BOTH
-def test_a_component_that_cannot_be_offloaded_leaves_the_others_as_they_are(
+def test_component_on_another_store_raises_and_changes_nothing(
     device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path, tmp_path: Path
 ) -> None:
     other = pipelines.load("flux", checkpoint("flux")).transformer
@@ -455,7 +451,7 @@ def test_a_component_that_cannot_be_offloaded_leaves_the_others_as_they_are(
         groups = handle.groups
         dispatch_model(other, another)
         before, pipe.transformer = pipe.transformer, other
-        with pytest.raises(ValueError, match="transformer is offloaded already"):
+        with pytest.raises(ValueError, match="transformer is already offloaded"):
             enable_group_offload(pipe, store)
         assert handle.enabled and handle.groups == groups
         pipe.transformer = before
@@ -469,7 +465,7 @@ def test_a_component_that_cannot_be_offloaded_leaves_the_others_as_they_are(
 
 @ON_BOTH
 @pytest.mark.parametrize("ended", ("changed", "replaced", "disabled"))
-def test_a_weight_tied_to_a_component_that_is_offloaded_no_more(
+def test_weight_tied_to_a_disabled_component_stays_true(
     ended: str, device: str, disk_dir: Path
 ) -> None:
     pipe = Pair()

@@ -31,7 +31,7 @@ from tierstore.errors import LeaseError
 from tierstore.types import OffloadHandle
 
 pytestmark = pytest.mark.full(
-    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    "model and partition are independent; test_parity.py covers both devices",
     keep="a third",
 )
 
@@ -40,9 +40,9 @@ ON_BOTH = pytest.mark.parametrize("device", DEVICES)
 
 
 def assert_nothing_is_leased(store: TierStore, handle: OffloadHandle) -> None:
-    """Every group can be had for changing, which waits for all other leases of it.
+    """Check that every group can be leased to update, which conflicts with all other leases.
 
-    Except what stays on an accelerator for as long as the model is offloaded.
+    Groups that stay on an accelerator while the model is offloaded are excluded.
     """
     keys = [key for key in handle.groups if not key.endswith("/resident")]
     assert keys
@@ -50,7 +50,7 @@ def assert_nothing_is_leased(store: TierStore, handle: OffloadHandle) -> None:
         store.acquire(key, Access.UPDATE).release()
 
 
-def test_a_lease_that_is_out_would_be_noticed(disk_dir: Path) -> None:
+def test_remaining_lease_is_detected(disk_dir: Path) -> None:
     with (
         TierStore(1 << 20, disk_dir, device="cpu") as store,
         enable_group_offload(Tower(), store) as handle,
@@ -79,7 +79,7 @@ class Raise:
 @pytest.mark.parametrize(
     "cut", ({"num_blocks_per_group": 1}, {"offload_type": "leaf_level"}), ids=OFFLOAD_TYPES
 )
-def test_an_error_inside_a_block_leaves_nothing_leased(
+def test_error_inside_a_block_leaves_no_lease(
     cut: dict[str, Any],
     after: int,
     error: type[BaseException],
@@ -107,8 +107,8 @@ def test_an_error_inside_a_block_leaves_nothing_leased(
 
 @ON_BOTH
 @torch.no_grad()
-def test_an_error_while_the_weights_are_brought_in(device: str, disk_dir: Path) -> None:
-    """Of two groups that one module needs, the second cannot be had."""
+def test_error_while_loading_weights_leaves_no_lease(device: str, disk_dir: Path) -> None:
+    """A module needs two groups, and the second cannot be leased."""
     model = Tower()
     model.tail.weight = model.head.weight  # the tail needs the head's group and its own
     x = given()
@@ -125,9 +125,10 @@ def test_an_error_while_the_weights_are_brought_in(device: str, disk_dir: Path) 
         assert same(model(x), expected, device)
 
 
-@pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")  # lost before anybody had it
+# interrupted before its caller got it
+@pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")
 @torch.no_grad()
-def test_an_interrupt_at_any_point_is_undone(disk_dir: Path) -> None:
+def test_interrupt_at_any_point_is_undone(disk_dir: Path) -> None:
     model, x = Tower(2), given()
     expected = model(x)
     with (
@@ -141,7 +142,7 @@ def test_an_interrupt_at_any_point_is_undone(disk_dir: Path) -> None:
             except KeyboardInterrupt:
                 pass
             gc.collect()
-            # All weights are home: maps of files, not memory that the store uses again.
+            # All weights are restored: maps of files, not memory that the store reuses.
             assert not pipelines.not_file_backed(model), point
             assert torch.equal(model(x), expected), point
             if not interrupt.raised:
@@ -175,7 +176,7 @@ def on_threads(jobs: list[Callable[[], None]]) -> None:
 
 
 @ON_BOTH
-def test_one_model_called_from_two_threads(
+def test_model_called_from_two_threads_is_right(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     plain = pipelines.load("llama", checkpoint("llama")).to(device)
@@ -194,14 +195,14 @@ def test_one_model_called_from_two_threads(
                 assert torch.equal(logits(model, prompts[which]), expected[which])
 
         on_threads([lambda: repeat(0), lambda: repeat(1)])
-        assert store.stats().bytes_written == 0  # nobody took the other's steps for an edit
+        assert store.stats().bytes_written == 0  # neither thread's steps counted as an edit
         assert_nothing_is_leased(store, handle)
         assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 
 @pytest.mark.full("test_models_on_threads.py has threads")
 @ON_BOTH
-def test_two_models_on_one_store_called_from_two_threads(
+def test_two_models_on_one_store_in_two_threads_are_right(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     tokens = torch.arange(3, 27).reshape(1, 24).to(device)

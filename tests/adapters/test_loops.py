@@ -1,5 +1,7 @@
-"""A model whose passes repeat is planned once, and the plan is followed; whatever happens, it is
-left, and values and budgets are what they are without it."""
+"""A model whose passes repeat is planned once and the plan is followed until something differs.
+
+Values and budgets are the same as without a plan.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from tests.store.helpers import assert_sound, open_store
 from tierstore import TierStore, enable_group_offload
 from tierstore.engine.loop_memory import LoopMemory, LoopRing
 from tierstore.engine.loop_runner import LoopRunner
-from tierstore.engine.loops import LONGEST_REST
+from tierstore.engine.loops import MAX_REST_DOUBLINGS
 from tierstore.model.outline import LEAST_TILE
 from tierstore.model.sizes import PAGE, slot_bytes
 from tierstore.observe.stats import Stats
@@ -38,15 +40,15 @@ from tierstore.trace import read_trace
 
 LAYERS, WIDTH = 12, 128
 TILE = 4 * PAGE
-"""Of which a layer's weights take five."""
-BACK = 2
-"""Passes within which a loop is followed again, after one in which something else was done."""
+"""A layer's weights take five tiles."""
+RELEARNED = 2
+"""Passes within which a loop is followed again after a single disturbance."""
 LEARNED = 6
-"""Passes within which a loop that nothing disturbs is followed."""
+"""Passes within which an undisturbed loop is followed."""
 
 
 class Layer(nn.Linear):
-    """A layer that does something in the middle of its forward, once, if it is told to."""
+    """A layer that runs an action once in the middle of its forward, if one is set."""
 
     act: Callable[[], object] | None = None
     address = 0
@@ -60,7 +62,7 @@ class Layer(nn.Linear):
 
 
 class Repeated:
-    """A model in a store that has room for half of it, and what it should give."""
+    """A model in a store that holds half of it, and its expected output."""
 
     width = WIDTH
 
@@ -69,7 +71,7 @@ class Repeated:
         return nn.Sequential(*layers)
 
     def __init__(
-        self, path: Path, device: str, room: float = 0.6, tile: int = TILE, **options: Any
+        self, path: Path, device: str, fraction: float = 0.6, tile: int = TILE, **options: Any
     ) -> None:
         torch.manual_seed(0)
         self.layers = [Layer(self.width, self.width) for _ in range(LAYERS)]
@@ -79,16 +81,16 @@ class Repeated:
         self.right = self.plain()
         self.nbytes = parameter_bytes(self.model)
         if device != "cpu":
-            options["device_budget"] = int(self.nbytes * room * 5 / 6)
-        self.store = open_store(path, int(self.nbytes * room), device, **options)
+            options["device_budget"] = int(self.nbytes * fraction * 5 / 6)
+        self.store = open_store(path, int(self.nbytes * fraction), device, **options)
         self.device = device
         loops = engine_of(self.store).loops
-        loops.refines = False  # here, times are what happens to be
+        loops.refines = False  # otherwise depends on measured times
         loops.least_tile = tile
         enable_group_offload(self.model, self.store, offload_type="leaf_level")
 
     def load(self, path: Path) -> None:
-        """Have the model's weights from a file, maybe."""
+        """Load the model's weights from a file, in subclasses."""
 
     @torch.no_grad()
     def plain(self) -> torch.Tensor:
@@ -96,7 +98,7 @@ class Repeated:
         return result
 
     def plain_copy(self) -> nn.Sequential:
-        """The layers as they are now, in no store."""
+        """Return the current layers, in no store."""
         return nn.Sequential(*map(copy.deepcopy, self.layers))
 
     @torch.no_grad()
@@ -121,7 +123,7 @@ class Repeated:
         raise AssertionError(f"the loop is not followed after {passes} passes")
 
     def follow_for(self, passes: int) -> LoopRunner:
-        """Run until the plan is followed, and for some passes of it."""
+        """Run until the plan is followed, and then some passes of it."""
         runner = self.follow()
         for _ in range(passes):
             self.run()
@@ -136,13 +138,13 @@ def repeated(tmp_path: Path, device: str) -> Iterator[Repeated]:
         yield made
 
 
-def cut_groups(runner: LoopRunner) -> set[int]:
-    """The groups that move in tiles."""
-    return runner.memory.keyed.plan.cut_groups
+def tiled_groups(runner: LoopRunner) -> set[int]:
+    """Return the groups that move in tiles."""
+    return runner.memory.keyed.plan.tiled_groups
 
 
 @on_both
-def test_weights_lie_where_they_lay_in_each_pass(repeated: Repeated) -> None:
+def test_followed_plan_uses_the_same_addresses_in_each_pass(repeated: Repeated) -> None:
     runner, before = repeated.follow(), repeated.store.stats()
     repeated.run()
     addresses = [layer.address for layer in repeated.layers]
@@ -154,8 +156,8 @@ def test_weights_lie_where_they_lay_in_each_pass(repeated: Repeated) -> None:
     read = after.bytes_read - before.bytes_read
     assert 0 < read <= 4 * LAYERS * slot_bytes(repeated.nbytes // LAYERS + PAGE)
     assert after.misses == before.misses
-    assert len(set(addresses)) < LAYERS, "something has passed through a ring"
-    assert cut_groups(runner), "in tiles"
+    assert len(set(addresses)) < LAYERS, "no group passed through a ring"
+    assert tiled_groups(runner), "in tiles"
 
 
 def assert_within_budgets(store: TierStore, done: object = None) -> None:
@@ -166,7 +168,7 @@ def assert_within_budgets(store: TierStore, done: object = None) -> None:
 
 
 @on_both
-def test_budgets_hold_while_a_plan_is_entered_followed_and_left(repeated: Repeated) -> None:
+def test_budgets_hold_while_a_plan_begins_runs_and_ends(repeated: Repeated) -> None:
     for _ in range(3):
         repeated.follow()
         repeated.store.put("other", torch.ones(repeated.nbytes // 16), durable=False)
@@ -177,8 +179,10 @@ def test_budgets_hold_while_a_plan_is_entered_followed_and_left(repeated: Repeat
 @pytest.mark.pretend_only("counts")
 @needs_accelerator
 @pytest.mark.parametrize("device", [ACCELERATOR])
-def test_torch_keeps_no_memory_beside_that_of_the_plan(repeated: Repeated, pretend: Any) -> None:
-    """It comes in one piece, for which slots of groups make room."""
+def test_followed_plan_leaves_no_memory_in_the_torch_cache(
+    repeated: Repeated, pretend: Any
+) -> None:
+    """The plan's memory is one piece, for which slots of groups are freed."""
     torch.accelerator.empty_cache()
     pretend.reset_peak_memory_stats()
     before = pretend.memory_reserved()
@@ -199,48 +203,50 @@ def fail(store: TierStore) -> None:
 
 
 def on_another_thread(store: TierStore) -> None:
-    asked = []
-    thread = threading.Thread(target=lambda: asked.append(store.get("mine")))
+    results = []
+    thread = threading.Thread(target=lambda: results.append(store.get("mine")))
     thread.start()
     thread.join()
-    assert len(asked) == 1
+    assert len(results) == 1
 
 
-DEEDS: dict[str, Callable[[TierStore], object]] = {
+ACTIONS: dict[str, Callable[[TierStore], object]] = {
     "get": lambda store: store.get("mine"),
     "get on another thread": on_another_thread,
     "put": lambda store: store.put("mine", torch.ones(WIDTH), durable=False),
-    "put what has no room": lambda store: store.put("more", torch.ones(30_000), durable=False),
+    "put a group that does not fit": lambda store: store.put(
+        "more", torch.ones(30_000), durable=False
+    ),
     "prefetch": lambda store: store.prefetch(["mine"]),
-    "keep": lambda store: store.keep("mine"),
+    "keep": lambda store: store.make_sticky("mine"),
     "flush": lambda store: store.flush(),
     "fail": fail,
 }
 
 
-@pytest.mark.full("the deed, where it comes", keep="any device")
+@pytest.mark.full("the action, its place", keep="any device")
 @on_both
 @pytest.mark.parametrize("where", [0, 5, LAYERS - 1])
-@pytest.mark.parametrize("deed", DEEDS)
-def test_whatever_a_step_does_values_are_right_and_the_loop_is_back(
-    deed: str, where: int, repeated: Repeated
+@pytest.mark.parametrize("action", ACTIONS)
+def test_action_in_any_step_keeps_values_and_the_loop_resumes(
+    action: str, where: int, repeated: Repeated
 ) -> None:
     store = repeated.store
     store.put("mine", torch.ones(WIDTH), durable=False)
     for _ in range(2):
         repeated.follow()
-        repeated.layers[where].act = lambda: DEEDS[deed](store)
+        repeated.layers[where].act = lambda: ACTIONS[action](store)
         with suppress(Failure):
             repeated.run()
         if "more" in store:
             store.discard("more")
         assert_sound(store)
-        repeated.follow(BACK)
+        repeated.follow(RELEARNED)
     assert torch.equal(store.get("mine").cpu(), torch.ones(WIDTH))
 
 
 class Disturbed:
-    """Does anything, at any place of a pass, and sees to it that what comes out is right."""
+    """Runs any action at any place of a pass, and checks the outputs."""
 
     def __init__(self, repeated: Repeated, seed: int) -> None:
         self.repeated, self.store = repeated, repeated.store
@@ -249,10 +255,10 @@ class Disturbed:
         self.beside.requires_grad_(False).eval()
         enable_group_offload(self.beside, self.store, offload_type="leaf_level")
         self.store.put("mine", torch.ones(WIDTH), durable=False)
-        self.deeds: dict[str, Callable[[], object]] = {
-            name: functools.partial(deed, self.store) for name, deed in DEEDS.items()
+        self.actions: dict[str, Callable[[], object]] = {
+            name: functools.partial(action, self.store) for name, action in ACTIONS.items()
         }
-        self.deeds |= {
+        self.actions |= {
             "another model": lambda: self.beside(repeated.x.to(repeated.device)),
             "another unit": lambda: self.layer()(repeated.x.to(repeated.device)),
             "interrupt": self.interrupt,
@@ -265,7 +271,7 @@ class Disturbed:
         raise KeyboardInterrupt
 
     def edit(self) -> None:
-        """Of a weight, between two passes."""
+        """Edit a weight between two passes."""
         repeated = self.repeated
         with torch.no_grad():
             self.layer().weight.mul_(-1)
@@ -273,12 +279,12 @@ class Disturbed:
             repeated.right = plain(repeated.x)
 
     def disturb(self) -> str:
-        """One pass in which something happens, or before which a weight is edited."""
-        name = self.rng.choice(["edit", *self.deeds])
+        """Run one pass in which something happens, or before which a weight is edited."""
+        name = self.rng.choice(["edit", *self.actions])
         if name == "edit":
             self.edit()
         else:
-            self.layer().act = self.deeds[name]
+            self.layer().act = self.actions[name]
         with suppress(Failure, KeyboardInterrupt):
             self.repeated.run()
         if "more" in self.store:
@@ -288,7 +294,7 @@ class Disturbed:
 
 @on_both
 @pytest.mark.parametrize("seed", range(by_lane(2, 20, 200)))
-def test_whatever_happens_in_passes_of_a_loop(seed: int, repeated: Repeated) -> None:
+def test_random_actions_in_a_loop_keep_values_and_budgets(seed: int, repeated: Repeated) -> None:
     repeated.follow()
     disturbed = Disturbed(repeated, seed)
     done = []
@@ -298,13 +304,13 @@ def test_whatever_happens_in_passes_of_a_loop(seed: int, repeated: Repeated) -> 
         for _ in range(disturbed.rng.randrange(3)):
             repeated.run()
         assert_within_budgets(repeated.store, done)
-    repeated.follow(LEARNED + (1 << LONGEST_REST))  # it was left often, and rests
+    repeated.follow(LEARNED + (1 << MAX_REST_DOUBLINGS))  # left often, the loop pauses
     assert torch.equal(repeated.store.get("mine").cpu(), torch.ones(WIDTH))
 
 
 @on_both
 @pytest.mark.parametrize("where", [0, 5, LAYERS - 1])
-def test_weight_that_is_edited_is_seen(where: int, repeated: Repeated) -> None:
+def test_edited_weight_is_used_in_a_loop(where: int, repeated: Repeated) -> None:
     repeated.follow()
     with torch.no_grad():
         repeated.layers[where].weight.mul_(-1)
@@ -316,7 +322,7 @@ def test_weight_that_is_edited_is_seen(where: int, repeated: Repeated) -> None:
 
 
 @on_both
-def test_layers_that_run_in_another_order_leave_the_plan(repeated: Repeated) -> None:
+def test_layers_in_another_order_leave_the_plan(repeated: Repeated) -> None:
     repeated.follow()
     y = repeated.x.to(repeated.device)
     with torch.no_grad():
@@ -327,15 +333,17 @@ def test_layers_that_run_in_another_order_leave_the_plan(repeated: Repeated) -> 
 
 
 @on_both
-def test_store_that_is_closed_in_the_middle(repeated: Repeated) -> None:
+def test_store_closed_in_the_middle_of_a_loop_leaves_the_plan(repeated: Repeated) -> None:
     repeated.follow()
     repeated.store.close()
     assert repeated.runner is None
 
 
-def run_on_a_device_that_is_late(repeated: Repeated, rng: random.Random) -> list[torch.Tensor]:
-    """Outputs of passes in which the device is so late that the host is whole passes ahead. In
-    some runs, the plan is left and entered meanwhile. They are looked at when all is queued."""
+def run_on_a_late_device(repeated: Repeated, rng: random.Random) -> list[torch.Tensor]:
+    """Return outputs of passes on a device so late that the host is whole passes ahead.
+
+    In some runs, the plan is left and entered meanwhile. Outputs are read once all is queued.
+    """
     repeated.follow()
     often = rng.choice([0.0, 1.0])
     x, outputs = repeated.x.to(repeated.device), []
@@ -354,11 +362,11 @@ def run_on_a_device_that_is_late(repeated: Repeated, rng: random.Random) -> list
 @needs_accelerator
 @pytest.mark.parametrize("device", [ACCELERATOR])
 @pytest.mark.parametrize("seed", range(by_lane(2, 8)))
-def test_values_are_right_however_far_behind_the_device_is(
+def test_values_are_right_however_late_the_device_is(
     seed: int, repeated: Repeated, late_pretend: Any
 ) -> None:
     repeated.store.get(next(iter(repeated.store.keys())))
-    outputs = run_on_a_device_that_is_late(repeated, random.Random(seed))
+    outputs = run_on_a_late_device(repeated, random.Random(seed))
     plain = repeated.plain_copy()
     with torch.no_grad():
         for number, output in enumerate(outputs):
@@ -366,7 +374,7 @@ def test_values_are_right_however_far_behind_the_device_is(
 
 
 @on_both
-def test_lease_that_is_held_keeps_a_plan_from_being_entered(repeated: Repeated) -> None:
+def test_held_lease_prevents_a_plan(repeated: Repeated) -> None:
     repeated.store.put("mine", torch.ones(WIDTH), durable=False)
     with repeated.store.acquire("mine"):
         for _ in range(LEARNED):
@@ -376,26 +384,24 @@ def test_lease_that_is_held_keeps_a_plan_from_being_entered(repeated: Repeated) 
 
 
 class RepeatedOdd(Repeated):
-    """Tensors that do not lie in a file as they have to lie in memory."""
+    """Tensors whose layout in the file differs from that in memory."""
 
     width = WIDTH + 1
 
 
 @on_both
-def test_groups_whose_bytes_are_moved_after_reading_are_not_cut(
-    device: str, tmp_path: Path
-) -> None:
+def test_groups_rearranged_after_reading_are_not_tiled(device: str, tmp_path: Path) -> None:
     made = RepeatedOdd(tmp_path / "store", device)
     with made.store:
-        assert not cut_groups(made.follow_for(3))
+        assert not tiled_groups(made.follow_for(3))
         assert_within_budgets(made.store)
 
 
 @on_both
-def test_groups_that_are_checked_at_each_read_are_not_cut(device: str, tmp_path: Path) -> None:
+def test_groups_verified_at_each_read_are_not_tiled(device: str, tmp_path: Path) -> None:
     made = Repeated(tmp_path / "store", device, verify="always")
     with made.store:
-        assert not cut_groups(made.follow_for(1))
+        assert not tiled_groups(made.follow_for(1))
 
 
 class RepeatedFromFile(RepeatedOdd):
@@ -405,10 +411,8 @@ class RepeatedFromFile(RepeatedOdd):
 
 
 @on_both
-def test_groups_of_a_checkpoint_are_cut_where_the_device_allows_it(
-    device: str, tmp_path: Path
-) -> None:
-    """There, tensors are aligned, and a tile must not reach beyond its room."""
+def test_checkpoint_groups_are_tiled_where_the_device_allows(device: str, tmp_path: Path) -> None:
+    """There, tensors are aligned, and a tile must not reach beyond its slot."""
     made = RepeatedFromFile(tmp_path / "store", device)
     with made.store:
         runner = made.follow_for(3)
@@ -420,13 +424,13 @@ def test_groups_of_a_checkpoint_are_cut_where_the_device_allows_it(
             if any(run.device_offset > run.host_offset for run in entries[group].spec.runs)
         }
         assert not any(entries[group].source.moves for group in moved)  # type: ignore[union-attr]
-        assert cut_groups(runner) == (moved if device == "cpu" else moved - ahead)
-        assert cut_groups(runner)
+        assert tiled_groups(runner) == (moved if device == "cpu" else moved - ahead)
+        assert tiled_groups(runner)
         assert_within_budgets(made.store)
 
 
 class WithScale(nn.Module):
-    """Has a weight of its own, which it uses around all layers."""
+    """Has its own weight, which it uses around all layers."""
 
     def __init__(self, layers: list[Layer]) -> None:
         super().__init__()
@@ -446,7 +450,7 @@ class RepeatedInUnit(Repeated):
 
 
 @on_both
-def test_units_inside_of_a_unit_are_followed(device: str, tmp_path: Path) -> None:
+def test_nested_units_are_followed(device: str, tmp_path: Path) -> None:
     made = RepeatedInUnit(tmp_path / "store", device)
     with made.store:
         made.follow()
@@ -460,9 +464,9 @@ def test_units_inside_of_a_unit_are_followed(device: str, tmp_path: Path) -> Non
 
 
 @on_both
-@pytest.mark.parametrize("room", [0.6, 4.0])
-def test_step_that_is_followed_takes_few_calls(room: float, device: str, tmp_path: Path) -> None:
-    made = Repeated(tmp_path / "store", device, room, tile=LEAST_TILE)
+@pytest.mark.parametrize("fraction", [0.6, 4.0])
+def test_followed_step_takes_few_calls(fraction: float, device: str, tmp_path: Path) -> None:
+    made = Repeated(tmp_path / "store", device, fraction, tile=LEAST_TILE)
     with made.store:
         made.follow()
         made.run()
@@ -475,10 +479,10 @@ def test_step_that_is_followed_takes_few_calls(room: float, device: str, tmp_pat
         after = made.store.stats()
         assert after.plans_followed == 1
     moved = moved_bytes(after) - moved_bytes(before)
-    assert (moved > 0) == (room < 1)
+    assert (moved > 0) == (fraction < 1)
     tiles = moved / made.nbytes / 9
     beyond = (calls[4] - fewest) / LAYERS
-    assert beyond <= (100 if (device, room) == ("cpu", 4.0) else 120) + 12 * tiles
+    assert beyond <= (100 if (device, fraction) == ("cpu", 4.0) else 120) + 12 * tiles
 
 
 def moved_bytes(stats: Stats) -> int:
@@ -489,7 +493,7 @@ def moved_bytes(stats: Stats) -> int:
 
 
 @on_both
-def test_stats_tell_since_when_a_plan_is_followed(repeated: Repeated) -> None:
+def test_stats_report_when_a_plan_is_followed(repeated: Repeated) -> None:
     store = repeated.store
     assert store.stats().plans_followed == 0
     assert store.stats().followed_seconds == 0.0
@@ -509,7 +513,7 @@ def test_stats_tell_since_when_a_plan_is_followed(repeated: Repeated) -> None:
 
 
 @on_both
-def test_trace_shows_the_plan_and_the_uses_in_it(repeated: Repeated, tmp_path: Path) -> None:
+def test_trace_shows_the_plan_and_its_uses(repeated: Repeated, tmp_path: Path) -> None:
     repeated.follow()
     uses = engine_of(repeated.store).core.mover.journal.uses
     before = uses.added
@@ -525,7 +529,7 @@ def test_trace_shows_the_plan_and_the_uses_in_it(repeated: Repeated, tmp_path: P
     (plan,) = [one for one in recorded.slices if one.kind == PLANS]
     assert plan.args["steps"] == LAYERS
     assert plan.args["at"] == 2
-    assert "another" in plan.args["left"]
+    assert "different" in plan.args["left"]
     ends = plan.start + plan.seconds
     within = [one for one in recorded.slices if plan.start <= one.start <= ends]
     computed = [one for one in within if one.kind == COMPUTE]
@@ -533,7 +537,7 @@ def test_trace_shows_the_plan_and_the_uses_in_it(repeated: Repeated, tmp_path: P
     assert sum(one.kind == "disk read" for one in within) >= 2
 
 
-# Faults in following are noticed ---------------------------------------------------------------
+# Controls --------------------------------------------------------------------------------------
 
 
 def steps_do_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
@@ -548,7 +552,7 @@ def reads_do_not_wait_for_copies(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoopRunner, "_read_into", read_into)
 
 
-def memory_comes_back_before_the_device_is_done(patch: pytest.MonkeyPatch) -> None:
+def memory_returns_before_the_device_is_done(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoopMemory, "note_device_work", lambda memory, streams, copied: None)
 
 
@@ -565,21 +569,21 @@ def slots_are_free_one_step_early(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoopFollower, "released", early)
 
 
-class OfTheStepBefore(list[Any]):
-    """Marks of steps, each where that of the next one should be."""
+class OneStepEarly(list[Any]):
+    """Step marks, each recorded one step too early."""
 
     def __setitem__(self, number: Any, mark: Any) -> None:
         super().__setitem__((number + 1) % len(self), mark)
 
 
-class Forgotten(list[Any]):
-    """Marks of steps that are not kept."""
+class NeverStored(list[Any]):
+    """Step marks that are never stored."""
 
     def __setitem__(self, number: Any, mark: Any) -> None:
         pass
 
 
-def marks_are(kind: type[list[Any]], patch: pytest.MonkeyPatch) -> None:
+def use_marks(kind: type[list[Any]], patch: pytest.MonkeyPatch) -> None:
     enter = LoopRunner.enter
 
     def enter_so(runner: LoopRunner, source: Any) -> bool:
@@ -591,21 +595,21 @@ def marks_are(kind: type[list[Any]], patch: pytest.MonkeyPatch) -> None:
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "steps do not wait for copies": steps_do_not_wait_for_copies,
-    "copies do not wait for steps": functools.partial(marks_are, Forgotten),
-    "copies wait for the step before": functools.partial(marks_are, OfTheStepBefore),
+    "copies do not wait for steps": functools.partial(use_marks, NeverStored),
+    "copies wait for the step before": functools.partial(use_marks, OneStepEarly),
     "reads do not wait for copies": reads_do_not_wait_for_copies,
-    "memory comes back too early": memory_comes_back_before_the_device_is_done,
+    "memory comes back too early": memory_returns_before_the_device_is_done,
     "slots are free too early": slots_are_free_one_step_early,
 }
 
 
 def goes_wrong(seed: int, place: Path) -> bool:
-    """Whether outputs are wrong, or anything fails, on a device that is late."""
+    """Return whether outputs are wrong, or anything fails, on a late device."""
     made = Repeated(place, ACCELERATOR)
     plain = made.plain_copy()
     try:
         with made.store, torch.no_grad():
-            outputs = run_on_a_device_that_is_late(made, random.Random(seed))
+            outputs = run_on_a_late_device(made, random.Random(seed))
             right = [torch.equal(out, plain(made.x + n)) for n, out in enumerate(outputs)]
     except (AssertionError, RuntimeError):
         return True
@@ -616,7 +620,7 @@ def goes_wrong(seed: int, place: Path) -> bool:
 @needs_accelerator
 @pytest.mark.full("runs with each fault until it shows")
 @pytest.mark.parametrize("fault", FAULTS)
-def test_fault_in_following_is_noticed(
+def test_fault_in_following_is_detected(
     fault: str, tmp_path: Path, late_pretend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FAULTS[fault](monkeypatch)

@@ -1,4 +1,4 @@
-"""A library with one file of support, used as its own examples use it."""
+"""A library with one file of support, used as in its own examples."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tierstore import TierStore, enable_group_offload
 from tierstore.adapters import compat
 from tierstore.adapters.compat import loralib as support
 
-pytestmark = pytest.mark.full("a small library of its own", keep="any device")
+pytestmark = pytest.mark.full("a small library", keep="any device")
 
 
-def adapted() -> nn.Sequential:
+def with_lora() -> nn.Sequential:
     torch.manual_seed(0)
     layers = [loralib.Linear(64, 64, r=4, lora_alpha=8) for _ in range(6)]
     for layer in layers:
@@ -46,8 +46,8 @@ def predict(model: nn.Module, device: str) -> torch.Tensor:
 
 
 @on_both
-def test_trains_merges_and_trains_again_like_plain(device: str, tmp_path: Path) -> None:
-    plain = adapted()
+def test_training_and_merging_equal_plain(device: str, tmp_path: Path) -> None:
+    plain = with_lora()
     model = copy.deepcopy(plain)
     plain.to(device)
     kwargs = {} if device == "cpu" else {"device_budget": "64KB"}
@@ -65,12 +65,12 @@ def test_trains_merges_and_trains_again_like_plain(device: str, tmp_path: Path) 
 
 
 @needs_accelerator
-def test_without_support_a_merge_meets_two_devices(
+def test_merge_without_library_support_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(support.Loralib, "merges", compat.Library.merges)
-    monkeypatch.setattr(compat, "_asked", compat._asked.__wrapped__)
-    model = adapted()
+    monkeypatch.setattr(compat, "_overrides", compat._overrides.__wrapped__)
+    model = with_lora()
     with TierStore("256KB", tmp_path, device=ACCELERATOR, device_budget="64KB") as store:
         enable_group_offload(model, store)
         train(model, ACCELERATOR)

@@ -15,7 +15,7 @@ from diffusers import AutoencoderKL, DiffusionPipeline
 from tests.accelerator import DEVICES, same
 from tests.store.helpers import open_store
 from tierstore import disable_offload, dispatch_model, enable_group_offload
-from tierstore.adapters.compat import methods_that_change_weights
+from tierstore.adapters.compat import weight_changing_methods
 from tierstore.adapters.owners import owner_of
 
 
@@ -37,7 +37,7 @@ def small_vae() -> AutoencoderKL:
 
 @pytest.fixture
 def untouched_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process in which no pipeline was ever given to tierstore."""
+    """Restore the class as in a process without any offloaded pipeline."""
     monkeypatch.setattr(DiffusionPipeline, "to", inspect.unwrap(DiffusionPipeline.to))
     if "__init_subclass__" in vars(DiffusionPipeline):
         monkeypatch.delattr(DiffusionPipeline, "__init_subclass__")
@@ -65,7 +65,7 @@ def test_pipeline_casts_models_offloaded_one_by_one(
 
 
 def doubling(seen: list[bool]) -> Callable[[Any], None]:
-    """A method of pipelines that changes a weight, and notes whether its model is ordinary."""
+    """Return a pipeline method that changes a weight, and records whether its model is ordinary."""
 
     def method(pipe: Any) -> None:
         seen.append(owner_of(pipe.vae) is None)
@@ -75,7 +75,7 @@ def doubling(seen: list[bool]) -> Callable[[Any], None]:
 
 
 def pipeline_with(name: str, way: str, method: Callable[[Any], None]) -> type[Any]:
-    """A kind of pipelines with such a method: its own, or one of another base."""
+    """Return a pipeline class with such a method: its own, or one of another base."""
     if way == "inherited":
         return type("Recording", (Pipe, type("Mixin", (), {name: method})), {})
     return type("Recording", (Pipe,), {name: method})
@@ -91,7 +91,7 @@ def computed(vae: AutoencoderKL) -> torch.Tensor:
 @pytest.mark.usefixtures("untouched_class")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("way", ["own", "inherited", "of a later class", "given as a whole"])
-@pytest.mark.parametrize("name", [*methods_that_change_weights(), "describe"])
+@pytest.mark.parametrize("name", [*weight_changing_methods(), "describe"])
 @torch.no_grad()
 def test_method_of_pipeline_runs_suspended(
     name: str, way: str, device: str, tmp_path: Path
@@ -118,7 +118,7 @@ def test_method_of_pipeline_runs_suspended(
 
 @pytest.mark.usefixtures("untouched_class")
 def test_copy_of_pipeline_has_ordinary_models_and_methods(tmp_path: Path) -> None:
-    """The control: a method of a pipeline with no offloaded model does what it did."""
+    """The control: a method of a pipeline without offloaded models works as usual."""
     seen: list[bool] = []
     pipe = pipeline_with("load_lora_weights", "own", doubling(seen))(small_vae(), small_vae())
     before = pipe.vae.decoder.conv_out.weight.detach().clone()

@@ -1,9 +1,8 @@
-"""Several models in one store, each run by a thread of its own: each keeps its loop.
+"""Several models in one store, each run by its own thread: each keeps its loop.
 
-The threads take turns, a layer at a time, in an order that is drawn, and what was instructed has
-come before the next turn. So a miss is a use that nothing had foretold, however slow the machine
-is. The same models one pass after the other, as with a lock around each, are what it is compared
-with.
+The threads take turns, a layer at a time, in a drawn order, and instructed copies have arrived
+before the next turn. So a miss is a use that was not predicted, however slow the machine is. They
+are compared with the same models one pass after the other, as with a lock around each.
 """
 
 from __future__ import annotations
@@ -34,17 +33,19 @@ LAYERS, WIDTH = 40, 64
 PASSES, LEARNED = 7, 4
 """Passes of each model, and how many of them are not counted."""
 
-APART = 4
-"""How many layers of a thread come between those of the others, in any order."""
+MAX_INTERLEAVED = 4
+"""Number of layers of a thread that may run between those of the others, in any order."""
 
 
 MORE_BYTES = {2: 1.1, 4: 1.2}
-"""How many times as much models may read together, by how many they are. That four read 1.1 times
-as much at most is aimed at, and missed: see `tools/bench/models_on_threads.py`."""
+"""Limit of the bytes read together, relative to one by one, by the number of models.
+
+The target of 1.1 for four models is missed: see `tools/bench/models_on_threads.py`.
+"""
 
 
 class Turns:
-    """Lets one of several threads go on at a time, until it comes to its next `step`."""
+    """Lets one of several threads run at a time, until it reaches its next `step`."""
 
     def __init__(self, count: int) -> None:
         self._arrived = threading.Semaphore(0)
@@ -84,24 +85,24 @@ def models(count: int) -> list[nn.Module]:
 
 
 def in_passes(count: int) -> Iterator[int]:
-    """The turns of threads that run a pass each, one after the other."""
+    """Return the turns of threads that run a pass each, one after the other."""
     for _ in range(PASSES):
         for thread in range(count):
             yield from [thread] * LAYERS
 
 
 def drawn(count: int) -> Iterator[int]:
-    """The turns of threads that run at the same time, about as fast as each other."""
+    """Return the turns of threads that run concurrently, at about the same speed."""
     order = random.Random(count)
-    for _ in range(PASSES * LAYERS // APART):
-        turns = [*range(count)] * APART
+    for _ in range(PASSES * LAYERS // MAX_INTERLEAVED):
+        turns = [*range(count)] * MAX_INTERLEAVED
         order.shuffle(turns)
         yield from turns
 
 
 @dataclass(frozen=True)
 class PerPass:
-    """Of all models together, in a pass of each."""
+    """Counters of all models together, in a pass of each."""
 
     misses: float
     bytes_read: float
@@ -114,11 +115,11 @@ def between(before: Stats, after: Stats, passes: int) -> PerPass:
 
 
 def run(
-    path: Path, device: str, count: int, turns_of: Iterator[int], *, anew: bool = False
+    path: Path, device: str, count: int, turns_of: Iterator[int], *, new_threads: bool = False
 ) -> PerPass:
-    """What models miss with room for less than half of their weights, whose outputs are right.
+    """Return the misses of models with memory for less than half of their weights; check outputs.
 
-    Each pass is on a thread `anew`, or each model has one for all.
+    Each pass is on a new thread if `new_threads`, or each model has one for all.
     """
     turns, found = Turns(count), models(count)
     x = torch.randn(4, WIDTH)
@@ -133,7 +134,7 @@ def run(
 
         def compute(thread: int) -> None:
             for _ in range(PASSES):
-                if anew:
+                if new_threads:
                     with ThreadPoolExecutor(1) as another:
                         another.submit(compute_once, thread).result()
                 else:
@@ -179,15 +180,15 @@ MORE = pytest.mark.full("as two models, with more to read")
 )
 @on_both
 @pytest.mark.parametrize(
-    ("count", "anew"),
+    ("count", "new_threads"),
     [(2, False), pytest.param(2, True, marks=MORE), pytest.param(4, False, marks=MORE)],
 )
 @torch.no_grad()
 def test_models_on_threads_miss_as_little_as_one_by_one(
-    count: int, anew: bool, device: str, tmp_path: Path
+    count: int, new_threads: bool, device: str, tmp_path: Path
 ) -> None:
     one_by_one = run(tmp_path / "one", device, count, in_passes(count))
-    together = run(tmp_path / "together", device, count, drawn(count), anew=anew)
+    together = run(tmp_path / "together", device, count, drawn(count), new_threads=new_threads)
     assert one_by_one.bytes_read > 0
     assert together.misses <= 1.15 * one_by_one.misses + 1
     assert together.bytes_read <= MORE_BYTES[count] * one_by_one.bytes_read

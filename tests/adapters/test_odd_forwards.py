@@ -47,7 +47,7 @@ def odd(kind: str) -> nn.Module:
     return model
 
 
-@pytest.mark.full("the forward, how it is offloaded", keep="a third")
+@pytest.mark.full("the forward, the way to offload", keep="a third")
 @pytest.mark.parametrize("kind", ["property", "refusing", "whole"])
 @pytest.mark.parametrize("offload", [dispatch_model, enable_group_offload])
 @pytest.mark.parametrize("device", DEVICES)

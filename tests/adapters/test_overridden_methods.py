@@ -1,4 +1,4 @@
-"""Modules whose author overrides what others ask a module for, or whose wrapper hands it on."""
+"""Modules that override standard module methods, and wrappers that delegate them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class OwnModules(Block):
 
 
 class Replacing(Block):
-    """As PEFT's attention: whoever asks for its modules or state finds other parameters."""
+    """Replaces its parameters when its modules or state are requested, as PEFT's attention does."""
 
     def _replace(self) -> None:
         weight = self.up.weight
@@ -78,7 +78,7 @@ class Replacing(Block):
 KINDS = [Block, OwnState, OwnNames, OwnParameters, OwnModules, Replacing]
 
 
-@pytest.mark.full("the method, how it is offloaded", keep="a third")
+@pytest.mark.full("the method, the way to offload", keep="a third")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("offload", [dispatch_model, enable_group_offload])
 @pytest.mark.parametrize("device", DEVICES)
@@ -100,7 +100,7 @@ def test_overriding_modules_run_with_all_of_their_weights_moved(
 
 
 class Adapted(nn.Module):
-    """Gives as its parameters those that are trained."""
+    """Returns only trained weights as its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Adapted(nn.Module):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_optimizer_trains_what_parameters_gives(device: str, tmp_path: Path) -> None:
+def test_optimizer_trains_only_the_listed_parameters(device: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     plain, module = Adapted(), Adapted()
     module.load_state_dict(plain.state_dict())
@@ -153,7 +153,7 @@ def test_optimizer_trains_what_parameters_gives(device: str, tmp_path: Path) -> 
 
 
 class Delegating(nn.Module):
-    """A wrapper that hands on what it is asked for and does not have, as PEFT's do."""
+    """A wrapper that delegates missing attributes, as PEFT's do."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Delegating(nn.Module):
 
 
 class CopiedByItself(Block):
-    """Has a `__deepcopy__` of its own, which counts."""
+    """Has its own `__deepcopy__`, which must be used."""
 
     copies = 0
 

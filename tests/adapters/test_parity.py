@@ -1,7 +1,7 @@
-"""Offloaded, every pipeline computes bit for bit what it computes without a store.
+"""Offloaded, every pipeline computes bit for bit the same as without a store.
 
 Small pipelines, in the default lane tiny ones, under budgets below, around and above the size of
-their weights. The first run learns the order of use, the second one follows it.
+their weights. The first run learns the order of use; the second one follows it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tierstore.observe.stats import Stats
 
 pytestmark = [
     pytest.mark.full(
-        "how a pipeline is cut and how much of it stays have nothing to do with each other",
+        "partition and budget are independent",
         keep="values",
     ),
     pytest.mark.parametrize("share", (0.15, 0.4, 1.5)),
@@ -43,10 +43,10 @@ TOKENS_READ_BACK = {"llama": 2 * 8 * (2 * 12 + 2 * 7)}
 
 
 def assert_bytes_moved(stats: Stats, expected: Reference, runs: int, memory: int) -> None:
-    """What `runs` needed was read; what cannot have stayed was read again; nothing was written.
+    """Check that needed weights were read, again where they cannot have stayed, and none written.
 
     No run begins with more than `memory` bytes in RAM and on the device together, so it reads the
-    rest of what it needs, however well the store chose what to keep.
+    rest of its weights, however well the store chose those to keep.
     """
     again = max(0, expected.needed - memory)
     assert stats.bytes_read >= expected.needed + (runs - 1) * again
@@ -55,7 +55,7 @@ def assert_bytes_moved(stats: Stats, expected: Reference, runs: int, memory: int
     assert stats.bytes_offloaded == 0
 
 
-def test_on_the_cpu(
+def test_pipeline_on_the_cpu_equals_plain(
     kind: str,
     offload_type: str,
     share: float,
@@ -77,7 +77,7 @@ def test_on_the_cpu(
 
 
 @pytest.mark.pretend_only("counts")
-def test_on_an_accelerator(
+def test_pipeline_on_an_accelerator_equals_plain(
     kind: str,
     offload_type: str,
     share: float,
@@ -98,8 +98,8 @@ def test_on_an_accelerator(
             assert torch.equal(pipelines.run(kind, pipe, device=ACCELERATOR), expected.output)
             gc.collect()
             assert_bytes_moved(handle.stats(), expected, runs, memory=2 * budget)
-            # No clean weight went back: what was copied from the device is what the pipeline
-            # itself reads from there.
+            # No clean weight went back: the only bytes copied from the device are those that the
+            # pipeline itself reads.
             read_back = pretend.copied("d2h") - runs * expected.read_back
             assert 0 <= read_back <= runs * TOKENS_READ_BACK.get(kind, 0)
         assert pretend.copied("h2d") >= expected.needed

@@ -1,4 +1,4 @@
-"""A trace marks each call of a whole model, by whatever adapter it is offloaded."""
+"""A trace marks each call of a whole model, whichever adapter offloads it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tierstore.trace import Recorded, TraceSlice, read_trace
 
 
 def passes(store: TierStore, path: Path) -> list[TraceSlice]:
-    """The passes in a trace of the store, in order."""
+    """Return the passes in a trace of the store, in order."""
     if store.device.type != "cpu":
         torch.accelerator.synchronize()
     wait_until_idle(store)
@@ -46,7 +46,7 @@ def end(one: TraceSlice) -> float:
 
 @pytest.mark.full("the device", keep="any device")
 @pytest.mark.parametrize("device", DEVICES)
-def test_each_component_of_a_pipeline_and_each_step_is_marked(
+def test_passes_of_components_and_steps_are_marked(
     device: str, checkpoint: Checkpoints, disk_dir: Path, tmp_path: Path
 ) -> None:
     pipe = pipelines.load("flux", checkpoint("flux"))
@@ -69,7 +69,7 @@ def test_each_component_of_a_pipeline_and_each_step_is_marked(
     order = [one.args["model"].rpartition("/")[2] for one in found]
     assert order[2:] == ["transformer"] * 3 + ["vae"]
     assert all(end(one) <= after.start for one, after in itertools.pairwise(found))
-    # What is computed with a group of the transformer is computed in one of its passes.
+    # A group of the transformer is only used within one of its passes.
     computed = [
         one
         for one in of_kind(read_trace(tmp_path / "trace.json"), "compute")
@@ -81,7 +81,7 @@ def test_each_component_of_a_pipeline_and_each_step_is_marked(
         assert any(s.start - clocks <= one.start <= end(s) + clocks for s in steps), one
 
 
-def test_a_forward_that_raises_is_marked_as_failed(disk_dir: Path, tmp_path: Path) -> None:
+def test_pass_that_raises_is_marked_as_failed(disk_dir: Path, tmp_path: Path) -> None:
     model = Tower()
     with torch.no_grad(), open_store(disk_dir, 4 * BLOCK_BYTES) as store:
         dispatch_model(model, store)
@@ -89,14 +89,14 @@ def test_a_forward_that_raises_is_marked_as_failed(disk_dir: Path, tmp_path: Pat
         with pytest.raises(RuntimeError):
             model(torch.zeros(3, 5))
         model(given())
-        model.blocks[1](given())  # a part by itself is no pass
+        model.blocks[1](given())  # a part alone is no pass
         found = passes(store, tmp_path / "trace.json")
         disable_offload(model)
     assert [one.args["number"] for one in found] == [1, 2, 3]
     assert [one.args.get("failed", False) for one in found] == [False, True, False]
 
 
-def test_a_model_in_a_model_has_passes_inside_of_its_passes(disk_dir: Path, tmp_path: Path) -> None:
+def test_passes_of_a_nested_model_are_nested(disk_dir: Path, tmp_path: Path) -> None:
     inner, outer = Tower(), torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
     outer.add_module("inner", inner)
     with torch.no_grad(), open_store(disk_dir, 8 * BLOCK_BYTES) as store:
@@ -113,7 +113,7 @@ def test_a_model_in_a_model_has_passes_inside_of_its_passes(disk_dir: Path, tmp_
     assert around.track != inside.track
 
 
-def test_a_step_of_training_is_marked_in_its_three_parts(disk_dir: Path, tmp_path: Path) -> None:
+def test_training_step_is_marked_in_its_three_parts(disk_dir: Path, tmp_path: Path) -> None:
     module = Tower()
     with open_store(disk_dir, 40 * BLOCK_BYTES) as store:
         model = OffloadModel(module, store)
@@ -131,7 +131,7 @@ def test_a_step_of_training_is_marked_in_its_three_parts(disk_dir: Path, tmp_pat
     assert all(end(one) <= after.start for one, after in itertools.pairwise(found))
 
 
-def test_a_trace_from_before_there_were_passes_is_read(disk_dir: Path, tmp_path: Path) -> None:
+def test_trace_without_passes_is_read(disk_dir: Path, tmp_path: Path) -> None:
     model, path = Tower(), tmp_path / "trace.json"
     with torch.no_grad(), open_store(disk_dir, 4 * BLOCK_BYTES) as store:
         dispatch_model(model, store)

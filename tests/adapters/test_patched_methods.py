@@ -28,7 +28,7 @@ Change = Callable[[nn.Sequential], None]
 
 
 class Block(nn.Linear):
-    """A linear layer of a class of its own: its forward is the one that is stood in for."""
+    """A linear layer of a separate class, whose forward gets patched."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -45,7 +45,7 @@ class Tripled(Block):
 
 
 def doubled(block: Any, x: torch.Tensor) -> torch.Tensor:
-    """A forward that somebody patches a block with."""
+    """Compute twice the forward of a block; tests patch blocks with it."""
     return nn.functional.linear(x, block.weight, block.bias) * 2
 
 
@@ -108,7 +108,7 @@ def small_store(device: str, tmp_path: Path) -> TierStore:
 
 
 def assert_runs_as(model: nn.Module, plain: nn.Module, store: TierStore) -> None:
-    """Run both three times, and see that the offloaded one has its weights from the store."""
+    """Run both three times; check the outputs, and that the offloaded one reads from the store."""
     x = torch.randn(2, WIDTH)
     for _ in range(3):
         read = store.stats().bytes_read
@@ -116,7 +116,7 @@ def assert_runs_as(model: nn.Module, plain: nn.Module, store: TierStore) -> None
         assert store.stats().bytes_read > read
 
 
-@pytest.mark.full("the change, how it is offloaded", keep="a third")
+@pytest.mark.full("the change, the way to offload", keep="a third")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("offload", [dispatch_model, enable_group_offload])
 @pytest.mark.parametrize("device", DEVICES)
@@ -151,7 +151,7 @@ def test_copy_of_offloaded_model_follows_its_class(tmp_path: Path) -> None:
         assert not torch.equal(plain(x), before)
 
 
-@pytest.mark.full("the change, and what recomputes it", keep="a third")
+@pytest.mark.full("the change, the recomputation", keep="a third")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("recompute", [False, True])
 def test_patched_forward_trains_as_plain_python_would(

@@ -1,5 +1,4 @@
-"""Pretrained models loaded straight into a store: what the library would make of them, and where
-their bytes are."""
+"""Pretrained models loaded straight into a store equal the library's, with their bytes in files."""
 
 from __future__ import annotations
 
@@ -25,9 +24,9 @@ from tierstore import (
     from_pretrained,
     from_single_file,
 )
-from tierstore.adapters.deferred_loading import LARGE, intercepted
+from tierstore.adapters.deferred_loading import MIN_FILE_BYTES, intercepted
 from tierstore.errors import BudgetError
-from tierstore.system.maps import nameless_file_memory
+from tierstore.system.maps import unnamed_file_memory
 
 TINY_KINDS = pytest.mark.parametrize("kind", pipelines.KINDS)
 
@@ -38,7 +37,7 @@ def class_of(kind: str) -> Any:
 
 @pytest.fixture
 def in_float32(checkpoint: Checkpoints, tmp_path: Path) -> Any:
-    """`in_float32(kind)`: a checkpoint in float32, and the pipeline as its library casts it."""
+    """Return `in_float32(kind)`: a float32 checkpoint, and the pipeline that its library casts."""
 
     def make(kind: str) -> tuple[Path, Any]:
         wide = pipelines.load(kind, checkpoint(kind), torch_dtype=torch.float32)
@@ -55,7 +54,7 @@ def values_of(pipe: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.full("every pipeline on every device", keep=["cpu-llama"])
 @TINY_KINDS
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_cast_is_that_of_the_library_and_is_done_once(
+def test_cast_equals_the_library_and_is_done_once(
     kind: str, device: str, in_float32: Any, disk_dir: Path
 ) -> None:
     checkpoint, plain = in_float32(kind)
@@ -78,9 +77,7 @@ def test_a_cast_is_that_of_the_library_and_is_done_once(
             assert_same(values_of(pipe), expected)
 
 
-def test_the_same_bytes_in_other_files_are_cast_but_not_written(
-    in_float32: Any, disk_dir: Path
-) -> None:
+def test_same_bytes_in_other_files_are_not_written_again(in_float32: Any, disk_dir: Path) -> None:
     checkpoint, plain = in_float32("llama")
     weights = pipelines.weight_bytes(plain)
     written = []
@@ -95,7 +92,7 @@ def test_the_same_bytes_in_other_files_are_cast_but_not_written(
     assert written[2] < 0.2 * weights
 
 
-def test_other_bytes_are_found_out(in_float32: Any, disk_dir: Path) -> None:
+def test_other_bytes_in_the_same_file_are_detected(in_float32: Any, disk_dir: Path) -> None:
     """The file is replaced by another of the same name and size."""
     checkpoint, plain = in_float32("llama")
     for change in (0.0, 1.0):
@@ -111,7 +108,7 @@ def test_other_bytes_are_found_out(in_float32: Any, disk_dir: Path) -> None:
 
 @pytest.mark.full("every pipeline", keep=["flux", "llama"])
 @TINY_KINDS
-def test_what_fits_is_not_written(
+def test_weights_of_the_right_dtype_are_not_written(
     kind: str, checkpoint: Checkpoints, disk_dir: Path, reference: Any
 ) -> None:
     expected = reference(kind)
@@ -127,14 +124,14 @@ def test_what_fits_is_not_written(
 
 @pytest.mark.full("every pipeline", keep=["flux", "llama"])
 @TINY_KINDS
-def test_while_it_is_loaded_nothing_is_in_memory_but_files(
+def test_weights_in_memory_during_load_are_maps_of_files(
     kind: str, in_float32: Any, tmp_path: Path
 ) -> None:
     checkpoint, plain = in_float32(kind)
     cast = pipelines.not_file_backed(plain)
     assert sum(cast.values()) > 0.9 * pipelines.weight_bytes(plain), "the control"
     del plain
-    with intercepted(lambda nbytes: nameless_file_memory(str(tmp_path), nbytes)) as mode:
+    with intercepted(lambda nbytes: unnamed_file_memory(str(tmp_path), nbytes)) as mode:
         pipe = class_of(kind).from_pretrained(checkpoint, dtype=pipelines.DTYPE)
     assert sum(pipelines.not_file_backed(pipe).values()) < 0.05 * pipelines.weight_bytes(pipe)
     waiting = [dtypes for m in pipelines.components(pipe).values() if (dtypes := mode.pending(m))]
@@ -143,7 +140,7 @@ def test_while_it_is_loaded_nothing_is_in_memory_but_files(
 
 
 class Fused(nn.Module):
-    """Its weights are made of those of its checkpoint, as a single file's or experts' are."""
+    """Its weights are derived from those of its checkpoint, as for single files and experts."""
 
     SIDE = 640
 
@@ -187,7 +184,7 @@ def to_be_fused(tmp_path: Path) -> str:
     return path
 
 
-def test_what_a_library_makes_of_weights_is_cast_first_and_lies_in_files(
+def test_derived_weights_are_cast_first_and_lie_in_files(
     to_be_fused: str, tmp_path: Path, disk_dir: Path
 ) -> None:
     plain = Fused.from_pretrained(to_be_fused, dtype=torch.float64)
@@ -195,12 +192,12 @@ def test_what_a_library_makes_of_weights_is_cast_first_and_lies_in_files(
 
     def make(nbytes: int) -> memoryview:
         sizes.append(nbytes)
-        return nameless_file_memory(str(tmp_path), nbytes)
+        return unnamed_file_memory(str(tmp_path), nbytes)
 
     with intercepted(make) as mode:
         loaded = Fused.from_pretrained(to_be_fused, dtype=torch.float64)
     made = [loaded.query, loaded.key, loaded.value, loaded.experts]
-    assert all(tensor.nbytes >= LARGE for tensor in made)
+    assert all(tensor.nbytes >= MIN_FILE_BYTES for tensor in made)
     assert sum(sizes) >= sum(tensor.nbytes for tensor in made)
     assert mode.pending(loaded) == {id(loaded.out): torch.float64}
     budget = 64 << 20
@@ -213,7 +210,7 @@ def test_what_a_library_makes_of_weights_is_cast_first_and_lies_in_files(
 
 
 @pytest.mark.full("loads a whole pipeline in another way")
-def test_a_single_file(checkpoint: Checkpoints, tmp_path: Path, disk_dir: Path) -> None:
+def test_single_file_loads_equal(checkpoint: Checkpoints, tmp_path: Path, disk_dir: Path) -> None:
     kind, config = diffusers.FluxTransformer2DModel, str(checkpoint("flux") / "transformer")
     kind.from_pretrained(config, torch_dtype=torch.float32).save_pretrained(tmp_path)
     (file,) = map(str, tmp_path.glob("*.safetensors"))
@@ -226,9 +223,7 @@ def test_a_single_file(checkpoint: Checkpoints, tmp_path: Path, disk_dir: Path) 
             assert (store.stats().bytes_written > 0) == written
 
 
-def test_components_that_are_there_and_arguments_of_both(
-    checkpoint: Checkpoints, disk_dir: Path
-) -> None:
+def test_given_components_and_arguments_are_used(checkpoint: Checkpoints, disk_dir: Path) -> None:
     path = checkpoint("flux")
     with open_store(disk_dir, 1 << 22, "cpu") as store:
         own = from_pretrained(
@@ -247,7 +242,7 @@ def test_components_that_are_there_and_arguments_of_both(
         assert parts == {"text_encoder_2"}
 
 
-def test_what_cannot_be_meant_is_refused(checkpoint: Checkpoints, disk_dir: Path) -> None:
+def test_invalid_arguments_raise(checkpoint: Checkpoints, disk_dir: Path) -> None:
     path = checkpoint("llama")
     with open_store(disk_dir, 1 << 22, "cpu") as store:
         with pytest.raises(TypeError, match="device_map is replaced by the store"):
@@ -258,7 +253,7 @@ def test_what_cannot_be_meant_is_refused(checkpoint: Checkpoints, disk_dir: Path
             from_pretrained(class_of("llama"), disk_dir / "nothing", store)
 
 
-def test_after_too_small_a_budget_a_larger_one_will_do(in_float32: Any, disk_dir: Path) -> None:
+def test_load_after_a_budget_error_works(in_float32: Any, disk_dir: Path) -> None:
     checkpoint, plain = in_float32("llama")
     with (
         open_store(disk_dir, 1 << 14, "cpu") as store,

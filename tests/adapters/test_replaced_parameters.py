@@ -1,4 +1,4 @@
-"""A parameter that was deleted or replaced goes at once, and its offloaded model goes on."""
+"""A deleted or replaced parameter is freed at once, and its offloaded model still runs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))
 
 
 class Gated(nn.Module):
-    """Runs without its weight, too, and has a small parameter that stays on the device."""
+    """Also runs without its weight, and has a small parameter that stays on the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def store(device: str, disk_dir: Path) -> Iterator[TierStore]:
 
 @pytest.fixture(params=[dispatch_model, enable_group_offload], ids=lambda made: made.__name__)
 def model(request: pytest.FixtureRequest, store: TierStore) -> Any:
-    """One that has run: all that is held for a run is there."""
+    """Return a model that has run, so that all state of a run exists."""
     model = build()
     request.param(model, store)
     model(X)
@@ -85,14 +85,14 @@ def expected(change: Callable[[Any], None]) -> torch.Tensor:
 
 @pytest.mark.full("the way, the device", keep="a third")
 @changed_by
-def test_a_parameter_goes_with_its_last_name(
+def test_parameter_is_freed_with_its_last_name(
     change: Callable[[Any], None], model: Any, store: TierStore, device: str
 ) -> None:
     gone = weakref.ref(model[2].weight)
     change(model[2])
     gc.collect()
     assert gone() is None
-    others = [nn.Parameter(torch.full((WIDTH, WIDTH), 7.0)) for _ in range(20)]  # in its place
+    others = [nn.Parameter(torch.full((WIDTH, WIDTH), 7.0)) for _ in range(20)]  # reuse its memory
     before = store.stats().bytes_read
     for _ in range(2):
         assert same(model(X).cpu(), expected(change), device)
@@ -102,7 +102,7 @@ def test_a_parameter_goes_with_its_last_name(
 
 @pytest.mark.full("the way, the device", keep="a third")
 @changed_by
-def test_a_parameter_that_somebody_has_stays_true(
+def test_parameter_still_referenced_stays_true(
     change: Callable[[Any], None], model: Any, store: TierStore, device: str
 ) -> None:
     """The control."""
@@ -115,7 +115,7 @@ def test_a_parameter_that_somebody_has_stays_true(
     assert same(model(X).cpu(), build()(X), device)
 
 
-def test_a_tied_parameter_stays_with_its_other_name(model: Any, device: str) -> None:
+def test_tied_parameter_stays_with_its_other_name(model: Any, device: str) -> None:
     plain = build()
     for each in (model, plain):
         each[3].weight = each[2].weight
@@ -128,7 +128,7 @@ def test_a_tied_parameter_stays_with_its_other_name(model: Any, device: str) -> 
     assert same(model(X).cpu(), plain(X), device)
 
 
-def test_a_parameter_may_be_deleted_while_it_is_used(store: TierStore, device: str) -> None:
+def test_parameter_may_be_deleted_while_in_use(store: TierStore, device: str) -> None:
     class Forgetful(Gated):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             result = super().forward(x)
@@ -157,9 +157,11 @@ ACTIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.full("what is done beside it", keep="a third")
+@pytest.mark.full("the operation", keep="a third")
 @pytest.mark.parametrize("name", ACTIONS)
-def test_all_else_works_beside_one_that_is_gone(name: str, store: TierStore, device: str) -> None:
+def test_other_operations_work_after_a_parameter_is_deleted(
+    name: str, store: TierStore, device: str
+) -> None:
     plain, model = build(), dispatch_model(build(), store)
     results = []
     for each in (plain, model):
@@ -177,7 +179,7 @@ def test_all_else_works_beside_one_that_is_gone(name: str, store: TierStore, dev
         assert torch.equal(ours, theirs)
 
 
-def test_a_parameter_on_the_device_goes_too(model: Any, device: str) -> None:
+def test_resident_parameter_is_freed_when_replaced(model: Any, device: str) -> None:
     gone = weakref.ref(model[2].scale)
     model[2].scale = nn.Parameter(torch.full((), 3.0), requires_grad=False)
     gc.collect()

@@ -1,4 +1,4 @@
-"""Experts that a router chooses: right to the bit, and only those are read that are used.
+"""Experts that a router chooses: bitwise right, and only chosen experts are read.
 
 The reference is always the same model without a store.
 """
@@ -58,7 +58,7 @@ def assert_within_budgets(stats: Stats) -> None:
 
 
 def assert_nothing_is_leased(store: TierStore, handle: OffloadHandle) -> None:
-    """Every group that is used can be had for changing, which waits for all other leases of it."""
+    """Check that every group in use can be leased to update, which conflicts with other leases."""
     slices = [key for key in handle.groups if key.endswith("]")]
     stacks = {key.rpartition("/")[0] for key in slices}
     assert len(slices) == EXPERTS * len(stacks) > 0
@@ -67,7 +67,7 @@ def assert_nothing_is_leased(store: TierStore, handle: OffloadHandle) -> None:
             store.acquire(key, Access.UPDATE).release()
 
 
-# Right to the bit ---------------------------------------------------------------------------------
+# Bitwise results ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("percent", (15, 25, 40, 150))
@@ -75,8 +75,8 @@ def assert_nothing_is_leased(store: TierStore, handle: OffloadHandle) -> None:
     ("kind", "implementation"),
     [*((kind, way) for kind in STACKED for way in IMPLEMENTATIONS), ("list", "eager")],
 )
-@pytest.mark.full("the model and how it uses experts; the budget", keep="values")
-def test_a_model_from_ram_is_right(
+@pytest.mark.full("the model and its implementation; the budget", keep="values")
+def test_routed_model_in_ram_equals_plain(
     kind: str, implementation: str, percent: int, disk_dir: Path
 ) -> None:
     model, ids = build(kind, implementation), inputs(kind)
@@ -95,7 +95,9 @@ def test_a_model_from_ram_is_right(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("percent", (15, 40))
 @pytest.mark.full("the model, the budget", keep="values")
-def test_on_an_accelerator_it_is_right(kind: str, percent: int, disk_dir: Path) -> None:
+def test_routed_model_on_an_accelerator_equals_plain(
+    kind: str, percent: int, disk_dir: Path
+) -> None:
     model, ids = build(kind), inputs(kind)
     expected = logits(model.to(ACCELERATOR), ids.to(ACCELERATOR)).cpu()
     model.to("cpu")
@@ -112,8 +114,8 @@ def test_on_an_accelerator_it_is_right(kind: str, percent: int, disk_dir: Path) 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("kind", STACKED)
-@pytest.mark.full("the model and how it uses experts", keep="values")
-def test_a_checkpoint_is_right_and_written_once(
+@pytest.mark.full("the model and its implementation", keep="values")
+def test_routed_checkpoint_equals_plain_and_is_written_once(
     kind: str, implementation: str, tmp_path: Path
 ) -> None:
     model, ids = build(kind), inputs(kind)
@@ -133,11 +135,11 @@ def test_a_checkpoint_is_right_and_written_once(
             assert_within_budgets(stats)
 
 
-# What is read -------------------------------------------------------------------------------------
+# Bytes read ---------------------------------------------------------------------------------------
 
 
 class Misses:
-    """Adds up the bytes of experts that were chosen and were not in RAM when they were needed."""
+    """Sums the bytes of experts that were chosen and not in RAM when they were needed."""
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -146,7 +148,7 @@ class Misses:
         self.key_of: dict[str, str] = {}
 
     def watch(self, model: nn.Module) -> None:
-        """To be called before the model is offloaded."""
+        """Register hooks; call this before the model is offloaded."""
         for name, module in model.named_modules():
             if name.endswith("experts"):
                 module.register_forward_pre_hook(self._before(name), with_kwargs=True)
@@ -173,7 +175,7 @@ class Misses:
 
 
 def decode(model: Any, tokens: list[int], past: Any = None) -> Any:
-    """One by one, as generating does. Returns the cache."""
+    """Run tokens one by one, as in generation. Return the cache."""
     with torch.no_grad():
         for token in tokens:
             out = model(torch.tensor([[token]]), past_key_values=past, use_cache=True)
@@ -183,9 +185,7 @@ def decode(model: Any, tokens: list[int], past: Any = None) -> Any:
 
 @pytest.mark.parametrize("kind", STACKED)
 @pytest.mark.full("the model", keep=["qwen"])
-def test_no_more_is_read_than_the_chosen_experts_that_were_not_there(
-    kind: str, disk_dir: Path
-) -> None:
+def test_routed_reads_are_the_chosen_experts_that_missed(kind: str, disk_dir: Path) -> None:
     model = build(kind, layers=4)
     tokens = torch.randperm(128, generator=torch.Generator().manual_seed(0)).tolist()[:24]
     misses = Misses()
@@ -205,7 +205,7 @@ def test_no_more_is_read_than_the_chosen_experts_that_were_not_there(
         assert after.routed_bytes_read - before.routed_bytes_read == read  # dense weights stay
 
 
-def test_experts_that_are_chosen_often_stay(disk_dir: Path) -> None:
+def test_experts_chosen_often_stay_resident(disk_dir: Path) -> None:
     model = Deep()
     draw = random.Random(0)
     uses = missed = 0
@@ -215,7 +215,7 @@ def test_experts_that_are_chosen_often_stay(disk_dir: Path) -> None:
         torch.no_grad(),
     ):
         for step in range(60):
-            # Two of sixteen are chosen four times in five; another one each time.
+            # Two of sixteen are chosen four times in five each, and one of the others every time.
             often = [e for e in (3, 7) if draw.random() < 0.8]
             other = draw.choice([e for e in range(EXPERTS) if e not in (3, 7)])
             before = store.stats().routed_bytes_read
@@ -224,12 +224,12 @@ def test_experts_that_are_chosen_often_stay(disk_dir: Path) -> None:
                 uses += len(often) * len(model.layers)
                 read = (store.stats().routed_bytes_read - before) // EXPERT_BYTES
                 missed += max(0, read - len(model.layers))
-        assert store.stats().plans_followed == 0, "data decide what comes next"
+        assert store.stats().plans_followed == 0, "data decide which expert comes next"
     assert uses > 150
     assert missed < uses / 10
 
 
-# Whatever is done with it -------------------------------------------------------------------------
+# Other operations on the model --------------------------------------------------------------------
 
 
 CHOSEN = torch.tensor([[0, 5], [3, 5], [15, 0], [7, 3]])
@@ -259,7 +259,7 @@ def assert_true_values(model: nn.Module, true: nn.Module) -> None:
         assert torch.equal(found[name].cpu(), value), name
 
 
-def test_a_layer_whose_experts_exceed_the_budget_shows_true_values(disk_dir: Path) -> None:
+def test_stack_larger_than_the_budget_shows_true_values(disk_dir: Path) -> None:
     model = Routed()
     true = copy.deepcopy(model)
     expected = run(model)
@@ -280,7 +280,7 @@ def test_a_layer_whose_experts_exceed_the_budget_shows_true_values(disk_dir: Pat
     assert torch.equal(run(alike), expected)
 
 
-def test_what_is_saved_while_away_is_the_model(tmp_path: Path) -> None:
+def test_save_pretrained_while_offloaded_saves_the_model(tmp_path: Path) -> None:
     model, ids = build("mixtral"), inputs("mixtral")
     true = {name: value.clone() for name, value in model.state_dict().items()}
     with TierStore(weight_bytes(model) // 4, tmp_path / "store", device="cpu") as store:
@@ -292,22 +292,22 @@ def test_what_is_saved_while_away_is_the_model(tmp_path: Path) -> None:
         assert torch.equal(value, true[name]), name
 
 
-def as_built(model: nn.Module) -> dict[str, dict[str, object]]:
-    """The attributes of every module, but those that transformers or torch set in a run."""
+def attributes_of(model: nn.Module) -> dict[str, dict[str, object]]:
+    """Return the attributes of every module, except those that a run sets."""
     return {name: dict(module.__dict__) for name, module in model.named_modules()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.full("the model", keep=["gptoss"])
-def test_after_it_the_model_is_an_ordinary_one(kind: str, disk_dir: Path) -> None:
+def test_disabled_routed_model_is_ordinary(kind: str, disk_dir: Path) -> None:
     model, ids = build(kind), inputs(kind)
     expected = logits(model, ids)
-    before = as_built(model)
+    before = attributes_of(model)
     with TierStore(weight_bytes(model) // 4, disk_dir, device="cpu") as store:
         dispatch_model(model, store)
         logits(model, ids)
         disable_offload(model)
-        after = as_built(model)
+        after = attributes_of(model)
         assert after.keys() == before.keys()
         for name, attributes in after.items():
             assert attributes.keys() == before[name].keys(), name
@@ -332,7 +332,7 @@ class Held:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_another_thread_sees_parameters_while_it_runs(device: str, disk_dir: Path) -> None:
+def test_parameters_read_by_another_thread_are_true(device: str, disk_dir: Path) -> None:
     held = Held()
     model = Routed(held)
     true = Routed()
@@ -362,7 +362,7 @@ def test_another_thread_sees_parameters_while_it_runs(device: str, disk_dir: Pat
     assert "w" not in alike.experts.__dict__
 
 
-def test_two_threads_run_it_at_once(disk_dir: Path) -> None:
+def test_two_threads_run_a_routed_model(disk_dir: Path) -> None:
     model = Deep()
     inputs_of = [rows(), rows() * 2]
     expected = [run(model, x) for x in inputs_of]
@@ -391,7 +391,7 @@ def test_two_threads_run_it_at_once(disk_dir: Path) -> None:
 
 @pytest.mark.parametrize("error", (ZeroDivisionError, KeyboardInterrupt))
 @pytest.mark.parametrize("device", DEVICES)
-def test_an_error_in_the_middle_of_an_expert_leaves_nothing(
+def test_error_in_an_expert_leaves_no_lease(
     error: type[BaseException], device: str, disk_dir: Path
 ) -> None:
     failing = True
@@ -442,7 +442,7 @@ def narrower(model: Routed) -> None:
 @pytest.mark.parametrize("change", (counted, uncounted, other_memory, wider, narrower))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.full("the change, the device", keep="any device")
-def test_a_change_is_seen_by_the_next_forward(
+def test_changed_stack_takes_effect_in_the_next_forward(
     change: Callable[[Routed], None], device: str, disk_dir: Path
 ) -> None:
     model, reference = Routed(), Routed()
@@ -467,7 +467,7 @@ def test_a_change_is_seen_by_the_next_forward(
 
 @pytest.mark.parametrize("change", (counted, uncounted, wider, narrower))
 @pytest.mark.full("the change", keep=["counted", "wider"])
-def test_a_stack_larger_than_ram_can_be_changed(
+def test_stack_larger_than_ram_can_be_changed(
     change: Callable[[Routed], None], disk_dir: Path
 ) -> None:
     model, reference = Routed(), Routed()
@@ -481,7 +481,7 @@ def test_a_stack_larger_than_ram_can_be_changed(
         assert_within_budgets(store.stats())
 
 
-# Other uses than one by one -----------------------------------------------------------------------
+# Experts used together ----------------------------------------------------------------------------
 
 
 def by_einsum(experts: Stacked, x: Any, index: Any, weights: Any) -> torch.Tensor:
@@ -515,11 +515,11 @@ def by_mask(experts: Stacked, x: Any, index: Any, weights: Any) -> torch.Tensor:
 @pytest.mark.parametrize("way", (by_einsum, by_method, by_operator, by_slice, by_mask))
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.full("the way, the device", keep="any device")
-def test_all_experts_at_once_are_right_and_told_of_once(
+def test_all_experts_at_once_are_right_and_logged_once(
     way: Any, device: str, disk_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Routed(way)
-    name = f"Stacked_{way.__name__}_{device}"  # what is told is told of each class once
+    name = f"Stacked_{way.__name__}_{device}"  # each class is logged once
     model.experts.__class__ = type(name, (Stacked,), {})
     expected = run(model.to(device), rows().to(device)).cpu()
     model.to("cpu")
@@ -556,7 +556,7 @@ def from_the_end(experts: Stacked, x: Any, index: Any, weights: Any) -> torch.Te
 
 
 @pytest.mark.parametrize("way", (by_gathering, by_iterating, from_the_end))
-def test_one_by_one_in_other_words_is_right(
+def test_experts_indexed_in_other_ways_are_right(
     way: Any, disk_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Routed(way)
@@ -578,7 +578,7 @@ def collected(experts: Stacked, x: Any, index: Any, weights: Any) -> torch.Tenso
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_slices_that_are_collected_stay_what_they_are(device: str, disk_dir: Path) -> None:
+def test_collected_slices_keep_their_values(device: str, disk_dir: Path) -> None:
     model = Routed(collected)
     expected = run(Routed().to(device), rows().to(device)).cpu()
     with offloaded(model, disk_dir, device, 8 * EXPERT_BYTES) as (store, handle):
@@ -589,7 +589,7 @@ def test_slices_that_are_collected_stay_what_they_are(device: str, disk_dir: Pat
         assert_nothing_is_leased(store, handle)
 
 
-def test_more_slices_than_fit_are_refused(disk_dir: Path) -> None:
+def test_slices_beyond_the_budget_raise(disk_dir: Path) -> None:
     def all_of_them(experts: Stacked, x: Any, index: Any, weights: Any) -> torch.Tensor:
         found: torch.Tensor = x @ sum(list(experts.w))
         return found
@@ -601,7 +601,7 @@ def test_more_slices_than_fit_are_refused(disk_dir: Path) -> None:
         assert_nothing_is_leased(store, handle)
 
 
-def test_a_backward_raises(disk_dir: Path) -> None:
+def test_backward_through_routed_experts_raises(disk_dir: Path) -> None:
     model = Routed()
     with offloaded(model, disk_dir):
         loss = model(rows(), CHOSEN).sum()
@@ -609,7 +609,7 @@ def test_a_backward_raises(disk_dir: Path) -> None:
             loss.backward()
 
 
-def test_an_expert_that_does_not_fit_is_refused(disk_dir: Path) -> None:
+def test_expert_larger_than_the_budget_raises(disk_dir: Path) -> None:
     model = Routed()
     with (
         TierStore(EXPERT_BYTES // 2, disk_dir, device="cpu") as store,

@@ -1,4 +1,4 @@
-"""Parameters that share memory with others go on sharing it, however often they are changed."""
+"""Parameters that share memory still share it, however often they are changed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.store.helpers import on_both, open_store
 from tierstore import dispatch_model, enable_group_offload
 
 pytestmark = pytest.mark.full(
-    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    "model and partition are independent; test_parity.py covers both devices",
     keep="any device",
 )
 
@@ -24,7 +24,7 @@ LAYER = 4 * WIDTH * WIDTH
 
 
 class Fused(nn.Module):
-    """The weights of queries, keys and values in one piece, and parts of it by themselves."""
+    """The weights of queries, keys and values in one tensor, and parts of it as parameters."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__()
@@ -75,7 +75,9 @@ def made(memory: torch.Tensor) -> nn.Module:
 @pytest.mark.parametrize("how", ["block_level", "leaf_level", "dispatch"])
 @pytest.mark.parametrize("where", ["memory", "file"])
 @torch.no_grad()
-def test_slices_of_a_parameter(where: str, how: str, device: str, disk_dir: Path) -> None:
+def test_slices_of_a_parameter_share_memory(
+    where: str, how: str, device: str, disk_dir: Path
+) -> None:
     torch.manual_seed(0)
     memory = torch.randn(3 * WIDTH, WIDTH)
     torch.manual_seed(1)

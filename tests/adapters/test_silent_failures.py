@@ -1,8 +1,9 @@
-"""What diffusers' own disk offload gets silently wrong, with diffusers as the exhibit.
+"""Silent failures of diffusers' own disk offload, each shown in diffusers as well.
 
-Here: which weights run. What is seen from outside is in test_weights_from_outside.py, what changes
+Here: which weights run. Values seen from outside are in test_weights_while_away.py, changes of
 weights in test_changes.py, damage in test_damage.py. The exhibits run diffusers on the CPU with
-`offload_to_disk_path`; where one fails, diffusers has mended that fault, and the exhibit may go.
+`offload_to_disk_path`; where one fails, diffusers has fixed that fault, and the exhibit may be
+deleted.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.store.helpers import open_store
 from tierstore import enable_group_offload
 
 pytestmark = pytest.mark.full(
-    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    "model and partition are independent; test_parity.py covers both devices",
     keep="a third",
 )
 
@@ -38,7 +39,7 @@ KINDS_WITH_TIES = {"flux": "text_encoder_2", "wan": "text_encoder"}
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32), ids=("adopted", "cast"))
 @pytest.mark.parametrize("kind", ("flux", "llama"))
-def test_1_a_directory_used_earlier_by_another_model(
+def test_directory_used_by_another_model_runs_the_right_one(
     kind: str, dtype: torch.dtype, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     names = pipelines.components(pipelines.load(kind, checkpoint(kind)))
@@ -57,9 +58,9 @@ def test_1_a_directory_used_earlier_by_another_model(
     assert not torch.equal(*outputs)
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
 @pytest.mark.parametrize("kind", ("flux", "llama"))
-def test_1_in_diffusers_the_earlier_model_runs(
+def test_diffusers_directory_used_before_runs_the_first_model(
     kind: str, checkpoint: Checkpoints, reference: References, tmp_path: Path
 ) -> None:
     first = pipelines.load(kind, checkpoint(kind))
@@ -76,7 +77,7 @@ def test_1_in_diffusers_the_earlier_model_runs(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", ("wan", "sd3"))
-def test_2_components_of_one_class_keep_their_own_weights(
+def test_components_of_one_class_keep_their_weights(
     kind: str, device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     expected = reference(kind, device=device)
@@ -90,9 +91,9 @@ def test_2_components_of_one_class_keep_their_own_weights(
         assert handle.stats().bytes_read > expected.needed
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
 @pytest.mark.parametrize("kind", ("wan", "sd3"))
-def test_2_in_diffusers_one_runs_with_the_weights_of_the_other(
+def test_diffusers_components_of_one_class_mix_weights(
     kind: str, checkpoint: Checkpoints, reference: References, tmp_path: Path
 ) -> None:
     pipe = pipelines.load(kind, checkpoint(kind))
@@ -105,7 +106,7 @@ def test_2_in_diffusers_one_runs_with_the_weights_of_the_other(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", KINDS_WITH_TIES)
-def test_3_t5_on_leaf_level(
+def test_t5_at_leaf_level_equals_plain(
     kind: str, device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     encoder = text_encoder(kind, checkpoint)
@@ -121,9 +122,9 @@ def test_3_t5_on_leaf_level(
             assert torch.equal(encode(encoder, tokens, device), expected)
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
 @pytest.mark.parametrize("kind", KINDS_WITH_TIES)
-def test_3_in_diffusers_t5_on_leaf_level_is_wrong(
+def test_diffusers_t5_at_leaf_level_is_wrong(
     kind: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     tokens = torch.arange(3, 99).reshape(2, 48)
@@ -166,7 +167,7 @@ class Tied(nn.Module):
     ids=("block_level", "leaf_level"),
 )
 @torch.no_grad()
-def test_3_any_parameter_tied_across_groups(
+def test_parameters_tied_across_groups_equal_plain(
     cut: dict[str, Any], device: str, disk_dir: Path
 ) -> None:
     torch.manual_seed(0)

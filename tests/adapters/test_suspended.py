@@ -1,4 +1,4 @@
-"""What is changed while the offloading is suspended is stored as it comes, and is right."""
+"""Weights that are changed while the offloading is suspended are stored as they are changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parameters(layers: nn.Module) -> None:
 
 
 def modules(layers: nn.Module) -> None:
-    """As projections are fused: modules get others, which are walked through next."""
+    """Replace modules as fusing projections does: the walk continues into the new ones."""
     for module in layers.modules():
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(module.weight + 1, requires_grad=False)
@@ -60,8 +60,8 @@ def run(layers: nn.Module) -> torch.Tensor:
         return layers(torch.ones(2, WIDTH, dtype=dtype))
 
 
-def written_within(change: Callable[[nn.Module], None], disk_dir: Path) -> int:
-    """Bytes, while all weights are changed in a block. Afterwards they are what they should be."""
+def bytes_written_by(change: Callable[[nn.Module], None], disk_dir: Path) -> int:
+    """Return the bytes written while all weights are changed in a block; check the values."""
     plain, layers = model(), model()
     with open_store(disk_dir, 5 * LAYER_BYTES) as store:
         handle = enable_group_offload(layers, store)
@@ -81,18 +81,18 @@ def written_within(change: Callable[[nn.Module], None], disk_dir: Path) -> int:
 
 @pytest.mark.full("the change", keep="a third")
 @pytest.mark.parametrize("change", [parameters, modules, children, apply, cast])
-def test_what_is_changed_is_stored_as_it_comes(
+def test_suspended_change_module_by_module_is_stored_at_once(
     change: Callable[[nn.Module], None], disk_dir: Path
 ) -> None:
-    assert written_within(change, disk_dir) > 0.7 * LAYERS * LAYER_BYTES
+    assert bytes_written_by(change, disk_dir) > 0.7 * LAYERS * LAYER_BYTES
 
 
-def test_where_nobody_walks_it_is_stored_at_the_end(disk_dir: Path) -> None:
+def test_suspended_change_without_a_walk_is_stored_at_the_end(disk_dir: Path) -> None:
     """The control."""
-    assert written_within(at_once, disk_dir) == 0
+    assert bytes_written_by(at_once, disk_dir) == 0
 
 
-def test_what_is_only_looked_at_is_not_stored(disk_dir: Path) -> None:
+def test_suspended_reads_store_nothing(disk_dir: Path) -> None:
     layers = model()
     with open_store(disk_dir, 5 * LAYER_BYTES) as store:
         handle = enable_group_offload(layers, store)
@@ -103,7 +103,7 @@ def test_what_is_only_looked_at_is_not_stored(disk_dir: Path) -> None:
         assert store.stats().bytes_written == before
 
 
-def test_weights_that_share_memory_go_on_sharing_it(disk_dir: Path) -> None:
+def test_suspended_change_keeps_shared_memory_shared(disk_dir: Path) -> None:
     layers = model()
     first, last = layers[0][0], layers[1][-1]
     last.weight = nn.Parameter(first.weight.data, requires_grad=False)
@@ -115,7 +115,7 @@ def test_weights_that_share_memory_go_on_sharing_it(disk_dir: Path) -> None:
             assert (last.weight == 3).all()
 
 
-def test_afterwards_the_model_is_an_ordinary_one(disk_dir: Path) -> None:
+def test_model_after_suspension_has_no_patched_methods(disk_dir: Path) -> None:
     layers = model()
     with open_store(disk_dir, 5 * LAYER_BYTES) as store:
         handle = enable_group_offload(layers, store)

@@ -1,4 +1,4 @@
-"""Weights that are tied by giving one the memory of another, after the model was offloaded."""
+"""Weights that are tied by sharing memory after the model was offloaded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def copy_values(model: nn.Sequential) -> None:
     model[LAST].weight.data = model[FIRST].weight.data.clone()  # type: ignore[operator,union-attr]
 
 
-@pytest.mark.full("the change, how it is offloaded", keep="any device")
+@pytest.mark.full("the change, the way to offload", keep="any device")
 @pytest.mark.parametrize("change", [tie, tie_transposed, tie_to_new_memory, copy_values])
 @pytest.mark.parametrize("offload", [dispatch_model, enable_group_offload])
 @pytest.mark.parametrize("device", DEVICES)

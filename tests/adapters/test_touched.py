@@ -29,9 +29,9 @@ from tests.dispatch import models
 from tests.store.helpers import open_store
 from tierstore import TierStore, disable_offload, dispatch_model, edit_weights, enable_group_offload
 from tierstore.adapters.contents import tensors_of
-from tierstore.adapters.touched import Touching
+from tierstore.adapters.on_demand import OnDemandLeasing
 from tierstore.errors import BudgetError
-from tierstore.torch_private import innermost_function_mode
+from tierstore.torch_private import current_function_mode
 
 WEIGHT = 4 * WIDTH * WIDTH
 
@@ -48,7 +48,7 @@ def nbytes_of(model: nn.Module) -> int:
 def offloaded(
     offload: Offload, model: nn.Module, disk_dir: Path, device: str, share: float = SHARE
 ) -> Iterator[TierStore]:
-    """A model on a store whose budgets are a share of its weights. Afterwards it is ordinary."""
+    """Yield a model on a store whose budgets are a share of its weights; disable it afterwards."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with open_store(disk_dir, int(nbytes_of(model) * share), device) as store:
         handle = offload(model, store)
@@ -96,39 +96,39 @@ def test_touched_weights_give_right_values_and_move(
 def test_touched_weights_of_libraries_give_right_values(
     device: str, offload: Offload, name: str, disk_dir: Path
 ) -> None:
-    # A device and RAM have so much each: together, they should not have room for what is used.
+    # A device and RAM have so much each: together, they must not hold all used weights.
     share = 0.5 if device == "cpu" else 0.3
     assert_right(name, LIBRARIES[name], offload, device, disk_dir, share)
 
 
-def run_as_it_is(
-    touching: Touching, func: Any, kinds: Any, args: Any = (), kwargs: Any = None
+def run_unchanged(
+    touching: OnDemandLeasing, func: Any, kinds: Any, args: Any = (), kwargs: Any = None
 ) -> Any:
     return func(*args, **(kwargs or {}))
 
 
 @needs_accelerator
-@pytest.mark.parametrize("looked_at", [True, False])
+@pytest.mark.parametrize("observed", [True, False])
 @torch.no_grad()
-def test_touched_weights_unnoticed_raise_with_advice(
-    looked_at: bool, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
+def test_touched_weights_undetected_raise_with_advice(
+    observed: bool, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not looked_at:
-        monkeypatch.setattr(Touching, "__torch_function__", run_as_it_is)
+    if not observed:
+        monkeypatch.setattr(OnDemandLeasing, "__torch_function__", run_unchanged)
     case, model = CASES["functional"], CASES["functional"].model()
     with offloaded(dispatch_model, model, disk_dir, ACCELERATOR):
-        if looked_at:
+        if observed:
             assert torch.equal(model(case.given()), expected("functional"))
         else:
             with pytest.raises(RuntimeError, match="same device") as raised:
                 model(case.given())
             (note,) = raised.value.__notes__
-            assert note.startswith("tierstore: Functional may use a weight without a call")
+            assert note.startswith("tierstore: Functional may use a weight that is not")
 
 
 @on_both
 @torch.no_grad()
-def test_part_that_touches_weights_runs_by_itself(device: str, disk_dir: Path) -> None:
+def test_part_that_touches_weights_runs_alone(device: str, disk_dir: Path) -> None:
     case = CASES["sharing"]
     model, x = case.model(), case.given()
     right = case.model().second(x)
@@ -139,16 +139,16 @@ def test_part_that_touches_weights_runs_by_itself(device: str, disk_dir: Path) -
             assert store.stats().bytes_read > before
 
 
-# When operations are looked at --------------------------------------------------------------------
+# Observed operations ------------------------------------------------------------------------------
 
 
-class Noting(nn.Linear):
-    """Notes whether operations are looked at while it runs."""
+class RecordsMode(nn.Linear):
+    """Records whether operations are observed while it runs."""
 
-    looked_at: list[bool]
+    observed: list[bool]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.looked_at.append(innermost_function_mode() is not None)
+        self.observed.append(current_function_mode() is not None)
         return super().forward(x)
 
 
@@ -157,11 +157,11 @@ class Branching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Noting(WIDTH, WIDTH) for _ in range(COUNT))
+        self.layers = nn.ModuleList(RecordsMode(WIDTH, WIDTH) for _ in range(COUNT))
         self.tail = nn.Linear(WIDTH, WIDTH)
-        self.looked_at: list[bool] = []
+        self.observed: list[bool] = []
         for layer in self.layers:
-            layer.looked_at = self.looked_at
+            layer.observed = self.observed
 
     def forward(self, x: torch.Tensor, with_tail: bool = False) -> torch.Tensor:
         for layer in self.layers:
@@ -172,7 +172,7 @@ class Branching(nn.Module):
 @both_ways
 @on_both
 @torch.no_grad()
-def test_entry_that_touches_nothing_is_looked_at_once(
+def test_entry_that_touches_no_weight_is_observed_once(
     device: str, offload: Offload, disk_dir: Path
 ) -> None:
     case = Case(Branching)
@@ -180,20 +180,18 @@ def test_entry_that_touches_nothing_is_looked_at_once(
     with offloaded(offload, model, disk_dir, device):
         for _ in range(3):
             model(x)
-        assert model.looked_at == [True] * COUNT + [False] * 2 * COUNT
-        model.forward = type(model).forward.__get__(model)  # somebody patched it: it may touch
-        model.looked_at.clear()
+        assert model.observed == [True] * COUNT + [False] * 2 * COUNT
+        model.forward = type(model).forward.__get__(model)  # a patched forward may touch weights
+        model.observed.clear()
         model(x)
-        assert model.looked_at == [True] * COUNT
+        assert model.observed == [True] * COUNT
         del model.forward
 
 
 @needs_accelerator
 @both_ways
 @torch.no_grad()
-def test_weight_touched_in_a_later_call_is_told_then_brought(
-    offload: Offload, disk_dir: Path
-) -> None:
+def test_weight_touched_in_a_later_call_raises_then_loads(offload: Offload, disk_dir: Path) -> None:
     case = Case(Branching)
     model, x = case.model(), case.given()
     right = case.model()(x, True)
@@ -207,7 +205,7 @@ def test_weight_touched_in_a_later_call_is_told_then_brought(
 
 
 class Attending(nn.Module):
-    """torch computes these with fused operations, which it leaves out under a mode."""
+    """torch computes these with fused operations, which it skips under a mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +226,7 @@ class Attending(nn.Module):
 @both_ways
 @on_both
 @torch.no_grad()
-def test_fused_operations_stay_while_looked_at(
+def test_fused_operations_stay_while_observed(
     device: str, offload: Offload, disk_dir: Path
 ) -> None:
     case = Case(Attending, (2, 5, WIDTH))
@@ -241,7 +239,7 @@ def test_fused_operations_stay_while_looked_at(
 
 
 @torch.no_grad()
-def test_compiled_function_in_a_looked_at_forward_is_traced(disk_dir: Path) -> None:
+def test_compiled_function_in_an_observed_forward_is_traced(disk_dir: Path) -> None:
     @torch.compile(backend="eager", fullgraph=True)
     def scaled(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
         return torch.tanh(x @ by)
@@ -284,7 +282,7 @@ def test_gradient_through_touched_weights_is_right(
 
 @on_both
 @torch.no_grad()
-def test_threads_touch_weights_at_once_with_right_values(device: str, disk_dir: Path) -> None:
+def test_threads_that_touch_weights_get_right_values(device: str, disk_dir: Path) -> None:
     case, found = CASES["many"], []
     model = case.model()
     with offloaded(dispatch_model, model, disk_dir, device, 0.6):
@@ -312,7 +310,8 @@ def test_touched_weight_changed_in_forward_keeps_its_change(device: str, disk_di
 
     case = Case(Counting)
     plain, model = case.model(), case.model()
-    with open_store(disk_dir, 2 * nbytes_of(model), device) as store:  # has room for `edit_weights`
+    # leaves space for `edit_weights`
+    with open_store(disk_dir, 2 * nbytes_of(model), device) as store:
         dispatch_model(model, store)
         for _ in range(3):
             assert torch.equal(model(case.given()).cpu(), plain(case.given()))
@@ -327,7 +326,7 @@ def test_touched_weight_changed_in_forward_keeps_its_change(device: str, disk_di
 
 @on_both
 @torch.no_grad()
-def test_generator_of_a_forward_is_driven_as_a_plain_one(device: str, disk_dir: Path) -> None:
+def test_generator_forward_runs_like_a_plain_one(device: str, disk_dir: Path) -> None:
     case = CASES["yielding"]
     plain, model = case.model(), case.model()
     with open_store(disk_dir, int(nbytes_of(model) * SHARE), device) as store:
@@ -349,7 +348,7 @@ def test_generator_of_a_forward_is_driven_as_a_plain_one(device: str, disk_dir: 
         steps = model(case.given())
         next(steps)
         disable_offload(model)
-        with pytest.raises(RuntimeError, match="call it anew"):
+        with pytest.raises(RuntimeError, match="has not finished"):
             next(steps)
 
 
@@ -375,7 +374,7 @@ def test_weight_larger_than_the_budget_is_named(
         with pytest.raises(BudgetError, match=r"'table\.0' is one weight; raise") as raised:
             offload(Pair(12 * WIDTH), store)
         assert "offload_type" not in str(raised.value)
-        offload(Pair(4 * WIDTH), store)  # the same with less is taken
+        offload(Pair(4 * WIDTH), store)  # a smaller one is accepted
 
 
 @on_both
@@ -399,7 +398,7 @@ def test_small_buffers_larger_than_the_budget_are_named(offload: Offload, disk_d
 
 
 @both_ways
-def test_weights_of_one_operation_larger_than_the_budget_are_named(
+def test_operation_with_weights_beyond_the_budget_names_them(
     offload: Offload, disk_dir: Path
 ) -> None:
     class Joining(Listed):
@@ -413,7 +412,7 @@ def test_weights_of_one_operation_larger_than_the_budget_are_named(
         torch.no_grad(),
     ):
         model(Case(Joining).given())
-    assert "cat was given 'weights.0', 'weights.1'" in raised.value.__notes__[-1]
+    assert "cat needs 'weights.0', 'weights.1'" in raised.value.__notes__[-1]
     recurrent = nn.LSTM(WIDTH, WIDTH, 3)
     with (
         open_store(disk_dir / "other", nbytes_of(recurrent) // 2) as store,

@@ -1,4 +1,4 @@
-"""What is trained of an offloaded model, from its first gradients until it is merged or resumed."""
+"""Trained weights of an offloaded model, from the first gradients to merging or resuming."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def pair(disk_dir: Path, device: str) -> tuple[Any, Any, TierStore]:
-    """A model with an adapter, ordinary and on a store."""
+    """Yield a model with an adapter, plain and on a store."""
     plain, model = llama().train(), llama().train()
     store = open_store(disk_dir, parameter_bytes(model) // 2, device)
     dispatch_model(model, store)
@@ -49,8 +49,8 @@ def devices_of_adapters(model: nn.Module) -> set[str]:
     return {parameter.device.type for parameter in trained(model).values()}
 
 
-def test_an_adapter_moves_until_it_is_trained(device: str, disk_dir: Path) -> None:
-    """One that is only used is offloaded as all weights are."""
+def test_adapter_moves_until_it_is_trained(device: str, disk_dir: Path) -> None:
+    """An adapter that is only used is offloaded like all weights."""
     plain, model, store = pair(disk_dir, device)
     with store:
         for _ in range(2):
@@ -66,7 +66,7 @@ def test_an_adapter_moves_until_it_is_trained(device: str, disk_dir: Path) -> No
         assert devices_of_adapters(model) == {"cpu"}
 
 
-def test_a_trained_adapter_is_merged(device: str, disk_dir: Path) -> None:
+def test_trained_adapter_is_merged(device: str, disk_dir: Path) -> None:
     plain, model, store = pair(disk_dir, device)
     with store:
         for each in (plain, model):
@@ -86,7 +86,7 @@ def test_a_trained_adapter_is_merged(device: str, disk_dir: Path) -> None:
         assert torch.equal(found, logits(ordinary.to(device), device))
 
 
-def test_an_adapter_is_merged_unmerged_and_trained_on(device: str, disk_dir: Path) -> None:
+def test_adapter_merged_and_unmerged_trains_on(device: str, disk_dir: Path) -> None:
     plain, model, store = pair(disk_dir, device)
     with store:
         optimizers = [adam(plain), adam(model)]
@@ -103,8 +103,8 @@ def test_an_adapter_is_merged_unmerged_and_trained_on(device: str, disk_dir: Pat
         assert store.stats().bytes_read > 0
 
 
-def test_training_is_resumed(device: str, disk_dir: Path) -> None:
-    """The optimizer may load its states before the adapter has come to the device."""
+def test_resumed_training_equals_plain(device: str, disk_dir: Path) -> None:
+    """The optimizer may load its states before the adapter is on the device."""
     first = llama().train()
     optimizer = adam(first)
     for number in range(2):

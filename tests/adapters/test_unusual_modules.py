@@ -19,7 +19,7 @@ from tests.store.helpers import open_store
 from tierstore import enable_group_offload
 
 pytestmark = pytest.mark.full(
-    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    "model and partition are independent; test_parity.py covers both devices",
     keep="any device",
 )
 
@@ -31,7 +31,7 @@ PLENTY = 1 << 22
 
 
 class Attending(nn.Module):
-    """Its output projection is no call: attention uses the weight itself."""
+    """Its output projection is not called: attention uses the weight itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def with_statistics() -> nn.Module:
 @pytest.mark.parametrize("level", LEVELS, ids=("block_level", "leaf_level"))
 @pytest.mark.parametrize("make", (Attending, encoder_layer, normalised, with_statistics))
 @torch.no_grad()
-def test_unusual_use(
+def test_unusual_module_equals_plain(
     make: Callable[[], nn.Module], level: dict[str, Any], device: str, disk_dir: Path
 ) -> None:
     torch.manual_seed(0)
@@ -76,10 +76,10 @@ def test_unusual_use(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("level", LEVELS, ids=("block_level", "leaf_level"))
 @torch.no_grad()
-def test_weights_that_wrap_others_move_as_what_they_wrap(
+def test_wrapper_weights_move_as_their_parts(
     level: dict[str, Any], device: str, disk_dir: Path
 ) -> None:
-    """Quantised weights are such."""
+    """Quantised weights are wrappers."""
     model, x = Tower(), torch.randn(2, 7, WIDTH)
     for block in model.blocks:
         numbers = (block.weight * 200).round().to(torch.int8)

@@ -1,4 +1,4 @@
-"""What people do with models beside calling them: what comes out is what plain torch gives.
+"""Unusual uses of models, besides calling them, give the same results as plain torch.
 
 The reference is the same model, used in the same way, without a store.
 """
@@ -22,7 +22,7 @@ from tests.store.helpers import open_store
 from tierstore import TierStore, disable_offload, dispatch_model, enable_group_offload
 
 pytestmark = pytest.mark.full(
-    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    "model and partition are independent; test_parity.py covers both devices",
     keep="any device",
 )
 
@@ -37,7 +37,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def store(device: str, disk_dir: Path) -> Iterator[TierStore]:
-    """With room for three of the layers."""
+    """Return a store that holds three of the layers."""
     with open_store(disk_dir, 3 * BLOCK_BYTES, device) as opened:
         yield opened
 
@@ -50,7 +50,7 @@ CUTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=["dispatched", *CUTS])
 def offload(request: pytest.FixtureRequest, store: TierStore) -> Iterator[Offload]:
-    """Offloads a model in one of the ways that there are."""
+    """Return a function that offloads a model in one of the ways."""
     handles = []
 
     def by(model: nn.Module) -> None:
@@ -68,11 +68,11 @@ def assert_moved(store: TierStore) -> None:
     assert store.stats().bytes_read > 3 * BLOCK_BYTES, "all of it fitted"
 
 
-# What a module returns ----------------------------------------------------------------------------
+# Outputs of modules -------------------------------------------------------------------------------
 
 
 class Table(nn.Module):
-    """As large as a layer. Gives parts of its weight away, in all that modules return them in."""
+    """As large as a layer. Returns parts of its weight in every kind of container."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Table(nn.Module):
 
 
 class WithTable(nn.Module):
-    """Takes from its table before its layers run, and returns what that is afterwards."""
+    """Reads its table before its layers run, and returns the parts afterwards."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def parts(taken: dict[str, Any]) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_what_a_module_returns_of_its_weights_stays(
+def test_parts_of_weights_in_outputs_keep_their_values(
     mode: Callable[[], Any], device: str, store: TierStore, offload: Offload
 ) -> None:
     model = WithTable()
@@ -121,11 +121,11 @@ def test_what_a_module_returns_of_its_weights_stays(
     assert_moved(store)
 
 
-# Changes, and which part is called ----------------------------------------------------------------
+# Changes, and calls of parts ----------------------------------------------------------------------
 
 
 class TwoTowers(nn.Module):
-    """Is entered through methods of its own, as encoders and decoders are."""
+    """Is entered through other methods, as encoders and decoders are."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,12 +140,12 @@ class TwoTowers(nn.Module):
 
 
 def uncounted(model: Any) -> None:
-    """As PEFT merges: torch's version counter does not see it."""
+    """Change data as a PEFT merge does: torch's version counter does not count it."""
     model.text.blocks[1].weight.data.mul_(3)
 
 
 def transposed(model: Any) -> None:
-    """The same bytes in another order."""
+    """Put the same bytes in another order."""
     weight = model.image.head.weight
     weight.data = weight.data.t()
 
@@ -168,13 +168,13 @@ CASES = [
     (change, way_in)
     for change in (uncounted, transposed, another_layer)
     for way_in in WAYS_IN
-    # A new layer that is called before anything of the model is one that was never offloaded.
+    # A new layer that is called before any part of the model was never offloaded.
     if (change, way_in) != (another_layer, "parts of its parts")
 ]
 
 
 @pytest.mark.parametrize(("change", "way_in"), CASES)
-def test_a_change_counts_however_the_model_is_entered(
+def test_change_takes_effect_through_any_entry(
     change: Callable[[Any], None], way_in: str, device: str, store: TierStore, offload: Offload
 ) -> None:
     model, enter = TwoTowers().requires_grad_(False), WAYS_IN[way_in]
@@ -191,7 +191,7 @@ def test_a_change_counts_however_the_model_is_entered(
     assert not torch.equal(found, before)
 
 
-def test_a_change_counts_in_a_model_that_shares_the_part(device: str, store: TierStore) -> None:
+def test_change_takes_effect_in_a_sharing_model(device: str, store: TierStore) -> None:
     shared = Tower().requires_grad_(False)
     one, other = nn.Sequential(shared), nn.Sequential(shared, nn.Tanh())
     x = given().to(device)
@@ -217,7 +217,7 @@ class Growing(nn.Module):
         return x @ self.weight
 
 
-def test_other_memory_that_a_forward_gives_its_weight_is_kept(
+def test_memory_replaced_by_a_forward_is_kept(
     device: str, store: TierStore, offload: Offload
 ) -> None:
     model = nn.Sequential(Growing(), *(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
@@ -229,7 +229,7 @@ def test_other_memory_that_a_forward_gives_its_weight_is_kept(
     assert torch.equal(model[0].weight, plain[0].weight.cpu())
 
 
-def test_a_conjugated_weight_is_not_its_bytes(disk_dir: Path) -> None:
+def test_conjugated_weight_keeps_its_value(disk_dir: Path) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, dtype=torch.complex64)).requires_grad_(False)
     model[0].weight.data = model[0].weight.data.conj()
     x = torch.randn(3, WIDTH, dtype=torch.complex64)
@@ -248,7 +248,7 @@ def test_a_conjugated_weight_is_not_its_bytes(disk_dir: Path) -> None:
 
 
 class Force(nn.Module):
-    """Turns gradients on by itself, as models of energies do."""
+    """Enables gradients itself, as models of energies do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,10 +270,10 @@ class Forces(nn.Module):
 
 
 @pytest.mark.parametrize("caller", [torch.no_grad, torch.enable_grad])
-def test_what_turns_gradients_on_itself_is_refused_or_right(
+def test_forward_that_enables_gradients_raises_or_is_right(
     caller: Callable[[], Any], device: str, offload: Offload
 ) -> None:
-    """It is refused where gradients are off as the unit is entered, and on inside of it."""
+    """It raises where gradients are off as the unit is entered, and on inside of it."""
     model = Forces().requires_grad_(False)
     plain = [
         torch.autograd.grad(energy.sum(), position)[0]
@@ -296,7 +296,7 @@ def test_what_turns_gradients_on_itself_is_refused_or_right(
 
 
 class Passing(nn.Module):
-    """Returns what it was given, beside what it makes of it."""
+    """Returns its input beside its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class Passing(nn.Module):
         return x, self.layer(x.detach())
 
 
-def test_what_a_module_passes_on_may_be_gone_back_through(device: str, offload: Offload) -> None:
+def test_gradient_through_a_passed_on_input_is_right(device: str, offload: Offload) -> None:
     model = Passing().requires_grad_(False)
     offload(model)
     start = given().to(device).requires_grad_()
@@ -343,7 +343,7 @@ class Empty(nn.Module):
 
 
 class Siblings(nn.Module):
-    """Has a part whose name is that of another and a number."""
+    """Has two parts; one's name is the other's with a number appended."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class Siblings(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Coder, Empty, Siblings])
-def test_it_runs_and_changes_as_plain_torch_does(
+def test_unusually_built_model_runs_and_changes_like_plain(
     kind: Callable[[], nn.Module], device: str, offload: Offload
 ) -> None:
     model = kind().requires_grad_(False)
@@ -368,9 +368,7 @@ def test_it_runs_and_changes_as_plain_torch_does(
             next(weights.parameters()).data.mul_(2)
 
 
-def test_a_default_device_does_not_keep_it_from_being_cast(
-    device: str, store: TierStore, offload: Offload
-) -> None:
+def test_cast_under_a_default_device_works(device: str, store: TierStore, offload: Offload) -> None:
     model = Tower()
     plain = copy.deepcopy(model).to(device, torch.bfloat16)
     offload(model)
@@ -389,7 +387,7 @@ def test_a_default_device_does_not_keep_it_from_being_cast(
 
 
 @pytest.mark.full("test_models_on_threads.py has threads", keep="a third")
-def test_several_threads_run_a_model_that_was_rebuilt(
+def test_repartitioned_model_runs_in_several_threads(
     device: str, store: TierStore, offload: Offload
 ) -> None:
     model = Tower(8).requires_grad_(False)

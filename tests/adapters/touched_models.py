@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 WIDTH = 64
 COUNT = 12
 SHARE = 0.3
-"""Of the weights, the budget that a store gets: several of them fit, but not half of all."""
+"""Budget of a store as a fraction of the weights: several of them fit, but not half of all."""
 
 
 def weight() -> nn.Parameter:
@@ -46,7 +46,7 @@ class Named(nn.Module):
 
 
 class Many(nn.Module):
-    """All weights are of one module, used as they are and through views of them."""
+    """All weights belong to one module, which uses them directly and through views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Many(nn.Module):
 
 
 class Sharing(nn.Module):
-    """Two modules have the same list, and one of them is called by others."""
+    """Two modules have the same list; another module calls one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Sharing(nn.Module):
 
 
 class Around(nn.Module):
-    """A weight of its own, modules that are called, and one that has more than fits."""
+    """Its own weight, modules that are called, and one larger than the budget."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class Around(nn.Module):
 
 
 class Functional(nn.Module):
-    """The weights of its children, but no call of them. `tail` is used if it is asked for."""
+    """Uses the weights of its children, but does not call them. `tail` is used on request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Functional(nn.Module):
 
 
 class Contained(nn.Module):
-    """Its blocks are bare containers, as those of older autoencoders."""
+    """Its blocks are bare containers, as in older autoencoders."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ def joined(model: Any, x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """How a model is made, what it is given, and how it is run."""
+    """A model, its input, and the way to run it."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...] = (3, WIDTH)
@@ -238,7 +238,7 @@ class Case:
         torch.manual_seed(0)
         model = self.make().requires_grad_(False)
         for module in model.modules():
-            module.training = False  # what torch.export makes takes no eval()
+            module.training = False  # exported models reject eval()
         return model
 
     def given(self) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Which tests run on a GPU and which on the pretend accelerator, and how values are compared."""
+"""Selection of tests for a GPU or the pretend accelerator, and comparison of values."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from tests.helpers.processes import run_python
 
 ROOT = Path(__file__).resolve().parents[2]
 TESTS = ROOT / "tests"
-MAY_NAME_IT = {TESTS / "devices.py", TESTS / "accelerator.py", Path(__file__).resolve()}
+MAY_NAME_PRETEND = {TESTS / "devices.py", TESTS / "accelerator.py", Path(__file__).resolve()}
 
 # Names --------------------------------------------------------------------------------------------
 
 
-def names_it(source: str) -> bool:
-    """Whether a module names the pretend accelerator, or imports it past tests/accelerator.py."""
+def names_pretend(source: str) -> bool:
+    """Return whether a module names the pretend accelerator or bypasses tests/accelerator.py."""
     tree = ast.parse(source)
     if any(is_or_is_inside(name, "tests.device.pretend") for _, name in uses(tree)):
         return True
@@ -41,16 +41,18 @@ def names_it(source: str) -> bool:
         "import tests.device.pretend",
     ],
 )
-def test_a_name_of_the_pretend_device_is_noticed(source: str) -> None:
-    assert names_it(source)
-    assert not names_it(source.replace("pretend", "other"))
+def test_name_of_the_pretend_device_is_found(source: str) -> None:
+    assert names_pretend(source)
+    assert not names_pretend(source.replace("pretend", "other"))
 
 
-def test_no_test_names_the_pretend_device() -> None:
+def test_tests_do_not_name_the_pretend_device() -> None:
     files = {path for path in TESTS.rglob("*.py") if path.parent != TESTS / "device"}
     texts = {path: path.read_text(encoding="utf-8") for path in files}
-    named = {path for path, text in texts.items() if "pretend" in text and names_it(text)}
-    assert named == MAY_NAME_IT, "use ACCELERATOR, DEVICE_0 or `pretend` of tests/accelerator.py"
+    named = {path for path, text in texts.items() if "pretend" in text and names_pretend(text)}
+    assert named == MAY_NAME_PRETEND, (
+        "use ACCELERATOR, DEVICE_0 or `pretend` of tests/accelerator.py"
+    )
 
 
 # Marks and the option -----------------------------------------------------------------------------
@@ -80,7 +82,7 @@ def test_cpu(): pass
 """
 
 
-def test_a_real_device_leaves_out_tests_of_the_pretend_one(tmp_path: Path) -> None:
+def test_real_device_leaves_out_pretend_only_tests(tmp_path: Path) -> None:
     tmp_path.joinpath("test_it.py").write_text(SMALL)
     words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", f"--rootdir={tmp_path}"]
     words += ["-c", ROOT / "pyproject.toml", "-p", "tests.devices", "--device=xpu"]
@@ -103,7 +105,7 @@ def test_a_real_device_leaves_out_tests_of_the_pretend_one(tmp_path: Path) -> No
     ],
     ids=["no mark", "no reason", "unknown reason"],
 )
-def test_a_mark_that_is_missing_or_wrong_is_refused(mark: tuple[str] | None, why: str) -> None:
+def test_mark_missing_or_wrong_raises(mark: tuple[str] | None, why: str) -> None:
     given = None if mark is None else pytest.mark.pretend_only(*mark).mark
     item: Any = SimpleNamespace(
         nodeid="test", fixturenames=["pretend"], get_closest_marker=lambda name: given
@@ -113,7 +115,7 @@ def test_a_mark_that_is_missing_or_wrong_is_refused(mark: tuple[str] | None, why
         devices.pytest_collection_modifyitems(config, [item])
 
 
-def test_functions_of_the_pretend_device_are_refused_without_the_mark() -> None:
+def test_pretend_function_without_the_mark_raises() -> None:
     with pytest.raises(pytest.UsageError, match=r"uses pretend\.pinned_bytes: mark"):
         accelerator.pretend.pinned_bytes()
 
@@ -121,7 +123,7 @@ def test_functions_of_the_pretend_device_are_refused_without_the_mark() -> None:
 # Values -------------------------------------------------------------------------------------------
 
 REAL = "cuda"
-"""It need not be here: values are compared on the CPU."""
+"""It need not be present: values are compared on the CPU."""
 ROWS, WIDTH = 16, 256
 each_dtype = pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
 
@@ -135,13 +137,13 @@ def factors(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def in_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Add the product up in another order, as another device does."""
+    """Sum the product in another order, as another device does."""
     pairs = zip(x.split(64, dim=1), weight.split(64), strict=True)
     return torch.stack([a @ b for a, b in pairs]).sum(dim=0)
 
 
 @each_dtype
-def test_another_order_of_a_sum_is_the_same_on_a_real_device(dtype: torch.dtype) -> None:
+def test_same_accepts_another_summation_order(dtype: torch.dtype) -> None:
     x, weight = factors(dtype)
     found, expected = in_parts(x, weight), x @ weight
     assert not torch.equal(found, expected)
@@ -177,8 +179,8 @@ def harmed(weight: torch.Tensor, fault: str) -> torch.Tensor:
         *("it is added twice", "the highest bit of one mantissa is wrong"),
     ],
 )
-def test_a_fault_is_noticed_in_each_dtype(fault: str, dtype: torch.dtype) -> None:
-    """In what was moved, and in what was computed from it."""
+def test_same_rejects_a_fault_in_each_dtype(fault: str, dtype: torch.dtype) -> None:
+    """The fault is in moved bytes, and in a result computed from them."""
     x, weight = factors(dtype)
     wrong = harmed(weight, fault)
     assert not same(wrong, weight, REAL)
@@ -197,7 +199,7 @@ def test_a_fault_is_noticed_in_each_dtype(fault: str, dtype: torch.dtype) -> Non
         ([1.0], [1]),
     ],
 )
-def test_special_values_and_forms_are_compared(found: list[Any], expected: list[Any]) -> None:
+def test_same_distinguishes_special_values(found: list[Any], expected: list[Any]) -> None:
     one, other = torch.tensor(found), torch.tensor(expected)
     assert not same(one, other, REAL)
     assert same(one.clone(), one, REAL) and same(other.clone(), other, REAL)

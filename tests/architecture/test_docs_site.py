@@ -1,4 +1,4 @@
-"""The check of the built site finds a fault of each kind in a small site."""
+"""The checker of the built site finds each kind of fault in a small site."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def write(site: Path, files: dict[str, str]) -> None:
         (site / name).write_text(text)
 
 
-def test_each_fault_of_a_site_is_noticed(tmp_path: Path) -> None:
+def test_docs_site_faults_are_found(tmp_path: Path) -> None:
     write(tmp_path, SITE)
     assert docs_site.report(tmp_path, ["Lease"]) == 0
     write(tmp_path, FAULTS)
     assert docs_site.report(tmp_path, ["Lease", "Tier"]) == 1
     assert sorted(docs_site.faults(tmp_path, ["Lease", "Tier"])) == [
-        "is fetched from elsewhere: guides/store/index.html: https://a.example/image",
-        "is fetched from elsewhere: guides/store/index.html: https://a.example/s.css",
-        "leads nowhere: 404.html: /guides/shop/",
-        "leads nowhere: guides/store/index.html: #put",
-        "leads nowhere: guides/store/index.html: ../",
-        "leads nowhere: guides/store/index.html: ../../styles.css",
-        "leads nowhere: index.html: guides/store/#put",
+        "broken link: 404.html: /guides/shop/",
+        "broken link: guides/store/index.html: #put",
+        "broken link: guides/store/index.html: ../",
+        "broken link: guides/store/index.html: ../../styles.css",
+        "broken link: index.html: guides/store/#put",
+        "fetched from another host: guides/store/index.html: https://a.example/image",
+        "fetched from another host: guides/store/index.html: https://a.example/s.css",
         "the navigation does not reach lost.html",
         "the search does not find Tier",
     ]

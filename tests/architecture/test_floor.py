@@ -1,4 +1,4 @@
-"""The oldest torch is tested where it can be had, and else named as not tested."""
+"""The oldest supported torch is tested where it can be installed, else reported as not tested."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tools import check, floor
         ("# pytest.mark.floor\n", False),
     ],
 )
-def test_a_mark_counts_where_it_marks(text: str, found: bool, tmp_path: Path) -> None:
+def test_floor_mark_counts_only_as_a_mark(text: str, found: bool, tmp_path: Path) -> None:
     file = tmp_path / "test_it.py"
     file.write_text(text)
     assert floor.marked_files(tmp_path) == [file] * found
 
 
 @pytest.mark.full("makes an environment")
-def test_without_packages_no_environment_counts_as_made(
+def test_floor_without_packages_reports_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -39,7 +39,7 @@ def test_without_packages_no_environment_counts_as_made(
 @pytest.mark.parametrize(
     ("status", "outcome"), [(0, "passed"), (1, "failed"), (floor.NOT_INSTALLED, "not_run")]
 )
-def test_checks_that_could_not_run_are_listed_apart(status: int, outcome: str) -> None:
+def test_checks_that_could_not_run_are_listed_separately(status: int, outcome: str) -> None:
     tally = check.Tally()
     check.run_elsewhere(tally, lambda name, command: status)
     lists = {name: getattr(tally, name) for name in ("passed", "failed", "not_run")}

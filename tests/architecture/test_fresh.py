@@ -1,4 +1,4 @@
-"""A program in a fork of a process that has imported torch behaves like one that was started."""
+"""A program in a fork of a process that has imported torch behaves like a freshly started one."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ from tests.fresh import LATE, run_fresh
         ("raise KeyError('a')", 1, "KeyError: 'a'\n"),
     ],
 )
-def test_a_program_ends_as_it_would(code: str, status: int, output: str, tmp_path: Path) -> None:
+def test_forked_program_ends_like_a_started_one(
+    code: str, status: int, output: str, tmp_path: Path
+) -> None:
     program = tmp_path / "program.py"
     program.write_text("import atexit, os, signal, sys, threading, time\n" + code)
     seconds = 0.5 if "sleep" in code else 60

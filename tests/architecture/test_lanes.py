@@ -1,4 +1,4 @@
-"""The lanes of tests are what docs/testing.md says: no promise is left out, and none is slow."""
+"""Lanes of tests match docs/testing.md: every promise is covered, and no test is slow."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 
 
-# Which tests each lane runs -----------------------------------------------------------------------
+# Tests of each lane -------------------------------------------------------------------------------
 
 SAMPLE = """
 import pytest
@@ -99,7 +99,7 @@ def test_each_lane_runs_tests_by_their_marks(tmp_path: Path) -> None:
     assert collected(tmp_path, *rest, sample=searching) == full
 
 
-def test_a_file_searches_if_a_file_that_it_imports_does() -> None:
+def test_file_searches_if_it_imports_one_that_does() -> None:
     tests = ROOT / "tests"
     assert searches(tests / "activations" / "test_op_parity.py")
     assert searches(tests / "histories" / "test_seeded_faults.py")
@@ -117,7 +117,7 @@ def test_a_file_searches_if_a_file_that_it_imports_does() -> None:
         (pytest.mark.full("why", keep="most"), "is none of .*'any device'"),
     ],
 )
-def test_a_mark_that_is_wrong_is_refused(mark: pytest.MarkDecorator, why: str) -> None:
+def test_lane_mark_wrong_raises(mark: pytest.MarkDecorator, why: str) -> None:
     cases: list[Any] = [SimpleNamespace(callspec=SimpleNamespace(id="a"))]
     with pytest.raises(pytest.UsageError, match=why):
         lanes.kept_cases("test_it", cases, mark.mark, some=False)
@@ -138,18 +138,18 @@ def test_chosen_cases_cover_values_and_pairs(sizes: Sequence[int]) -> None:
         assert {case[name] for case in values} == set(range(size))
 
 
-# How long the default lane takes ------------------------------------------------------------------
+# Duration of the default lane ---------------------------------------------------------------------
 
 
-def test_no_test_of_the_default_lane_is_slow() -> None:
-    """By what was measured on a quiet machine: see tools/durations.py."""
+def test_default_lane_has_no_slow_test() -> None:
+    """Durations were measured on a quiet machine: see tools/durations.py."""
     tests = durations.measured("default")
     assert tests
     assert durations.too_slow(tests) == []
 
 
-def test_a_slow_test_is_named() -> None:
-    """The control; a run of the lane names those that were never measured."""
+def test_slow_test_is_named() -> None:
+    """The control. A run of the lane also names tests that were never measured."""
     notice, lines = durations.Notice(), []
     for name, seconds in {"a": 1.0, "test_b[x]": durations.MOST + 1, "c": 60.0}.items():
         notice.pytest_runtest_logreport(SimpleNamespace(nodeid=name, duration=seconds))
@@ -158,7 +158,7 @@ def test_a_slow_test_is_named() -> None:
     assert [line.split()[0] for line in lines if " takes " in line] == ["c", "test_b"]
 
 
-# Which promise has which sentinel -----------------------------------------------------------------
+# Sentinels of promises ----------------------------------------------------------------------------
 
 
 @functools.cache
@@ -167,7 +167,7 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def left_out(path: str, name: str, root: Path = ROOT, marks: Sequence[str] = MARKS) -> str | None:
-    """Say why no case of a test runs in the default lane; None if one does.
+    """Return why no case of a test runs in the default lane, or None if one does.
 
     With `marks=["long"]`: in the full lane.
     """
@@ -189,7 +189,7 @@ def left_out(path: str, name: str, root: Path = ROOT, marks: Sequence[str] = MAR
 
 
 def test_every_promise_has_a_sentinel_in_the_default_lane() -> None:
-    """Those of docs/reliability.md and of the planner, as they number them."""
+    """The promises are those of docs/reliability.md and of the planner, by their numbers there."""
     page = (DOCS / "reliability.md").read_text(encoding="utf-8")
     planner = re.findall(r"^(\d)\. ", invariants.__doc__ or "", re.MULTILINE)
     promises = [
@@ -205,7 +205,7 @@ def test_every_promise_has_a_sentinel_in_the_default_lane() -> None:
     assert [why for tests in rows.values() for test in tests if (why := left_out(*test))] == []
 
 
-def test_each_test_of_the_long_lane_has_a_sentinel_in_the_full_one() -> None:
+def test_long_lane_tests_have_a_sentinel_in_the_full_lane() -> None:
     files = [path for path in (ROOT / "tests").rglob("*.py") if "sentinel=" in path.read_text()]
     sentinels = [
         ast.literal_eval(node.value)
@@ -218,8 +218,8 @@ def test_each_test_of_the_long_lane_has_a_sentinel_in_the_full_one() -> None:
     assert [why for why in found if why] == []
 
 
-def test_tests_that_notice_mutants_run_in_the_default_lane() -> None:
-    """The tests of tools/mutate.py: so its figures are those of the default lane."""
+def test_mutation_tests_run_in_the_default_lane() -> None:
+    """Tests of tools/mutate.py, so that its figures are for the default lane."""
     names = {test.partition("[")[0] for tests in mutate.TARGETS.values() for test in tests}
     assert [name for name in names if not (ROOT / name.partition("::")[0]).exists()] == []
     tests = [name.split("::") for name in names if "::" in name]
@@ -239,7 +239,7 @@ def test_later(): ...
 """
 
 
-def test_one_that_is_left_out_is_noticed(tmp_path: Path) -> None:
+def test_sentinel_left_out_is_reported(tmp_path: Path) -> None:
     """The control."""
     tmp_path.joinpath("test_it.py").write_text(MARKED)
     names = ["test_left_out", "test_nowhere", "test_kept", "test_later"]

@@ -1,6 +1,6 @@
-"""Names that modules may use, where import-linter does not look; pyproject.toml has the rest.
+"""Names that modules may use, where import-linter does not check; pyproject.toml has the rest.
 
-`uses` finds every dotted name in a module's source, with what local names stand for.
+`uses` finds every dotted name in a module's source, and resolves local names.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def is_or_is_inside(name: str, package: str) -> bool:
     return name == package or name.startswith(f"{package}.")
 
 
-OF_TENSORS = {"_version", "_base", "_cdata", "_make_subclass", "_new_with_weak_ptr"}
-"""Private names of tensors and storages, which are known only by what they are called."""
+PRIVATE_TENSOR_NAMES = {"_version", "_base", "_cdata", "_make_subclass", "_new_with_weak_ptr"}
+"""Private names of tensors and storages, which can be recognised only by name."""
 
 
 def is_torch_nn(name: str) -> bool:
@@ -74,22 +74,25 @@ def is_private_of_torch(name: str) -> bool:
     first, *rest = name.split(".")
     private = any(part.startswith("_") and not part.startswith("__") for part in rest)
     own = name.startswith((".self.", ".cls.")) and len(rest) == 2
-    return (first == "torch" and private) or (bool(rest) and rest[-1] in OF_TENSORS and not own)
+    return (first == "torch" and private) or (
+        bool(rest) and rest[-1] in PRIVATE_TENSOR_NAMES and not own
+    )
 
 
 def is_record_stream(name: str) -> bool:
-    """Memory that it keeps until the device has passed is counted in no budget."""
+    """No budget counts memory that `record_stream` holds until the device has passed."""
     return name.endswith(".record_stream")
 
 
 MAY_USE = {
     is_torch_nn: "tierstore/adapters/",
-    is_private_of_torch: "tierstore/torch_private.py",  # so that another torch is one file's work
+    # so that another torch version changes one file
+    is_private_of_torch: "tierstore/torch_private.py",
     is_record_stream: "nowhere",
 }
 
 
-def test_a_name_is_used_only_where_it_may_be() -> None:
+def test_restricted_names_are_used_only_where_allowed() -> None:
     used, wrong = set(), []
     for path, tree in parsed_files():
         file = str(path.relative_to(ROOT))
@@ -121,11 +124,14 @@ def test_a_name_is_used_only_where_it_may_be() -> None:
         ("x.record_stream(s)", is_record_stream, True),
     ],
 )
-def test_a_use_is_noticed(source: str, rule: Callable[[str], bool], found: bool) -> None:
+def test_use_of_a_restricted_name_is_found(
+    source: str, rule: Callable[[str], bool], found: bool
+) -> None:
     assert any(rule(name) for _, name in uses(ast.parse(source))) == found
 
 
-# The rest of what an import may load: `import tierstore` works, and is quick, without these.
+# The rest of the modules that an import may load: `import tierstore` works, and is quick, without
+# these.
 OPTIONAL_LIBRARIES = {"accelerate", "diffusers", "matplotlib", "prometheus_client", "transformers"}
 
 
@@ -133,7 +139,7 @@ OPTIONAL_LIBRARIES = {"accelerate", "diffusers", "matplotlib", "prometheus_clien
     ("module", "missing"),
     [("tierstore", OPTIONAL_LIBRARIES), ("tierstore.cli", OPTIONAL_LIBRARIES | {"torch"})],
 )
-def test_an_import_loads_no_library_that_is_optional(module: str, missing: set[str]) -> None:
+def test_import_loads_no_optional_library(module: str, missing: set[str]) -> None:
     loaded = output_of("-c", f"import sys, {module}; print(*sys.modules)").split()
     assert module in loaded
     assert not {name.partition(".")[0] for name in loaded} & missing

@@ -1,4 +1,4 @@
-"""Other libraries are known in `adapters/compat/` only: one file each, found by being there."""
+"""Only `adapters/compat/` knows other libraries: one file each, found by its presence."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ LIBRARIES = re.compile(rf"\b({NAMES})\b|_hf_hook|_diffusers_hook")
 PROSE = {"raise", "warn", "warning", "info", "log", "add_note", "help"}
 
 
-def _said_to_people(tree: ast.Module) -> set[int]:
-    """The lines of docstrings, and of calls by which people are told something."""
+def _message_lines(tree: ast.Module) -> set[int]:
+    """Return the lines of docstrings, and of calls that produce messages for people."""
     lines: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            told = name in PROSE or name.endswith("Error")
+            is_message = name in PROSE or name.endswith("Error")
         else:
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-            told = docstring or isinstance(node, ast.Raise)
-        if told:
+            is_message = docstring or isinstance(node, ast.Raise)
+        if is_message:
             lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))  # type: ignore[attr-defined]
     return lines
 
 
 def mentions(source: str) -> Iterator[tuple[int, str]]:
-    """The lines of code, without comments and what people read, that name a library."""
-    prose = _said_to_people(ast.parse(source))
+    """Yield the lines of code that name a library, without comments and messages."""
+    prose = _message_lines(ast.parse(source))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         line = token.start[0]
         is_code = token.type in (tokenize.NAME, tokenize.STRING) and line not in prose
@@ -61,7 +61,7 @@ def test_each_file_of_compat_has_one_library() -> None:
     assert {each.name for each in libraries()} == names
 
 
-def test_library_answers_nothing_by_default() -> None:
+def test_library_defaults_answer_nothing() -> None:
     silent = Library()
     assert not silent.hidden_tensors(object())  # type: ignore[arg-type]
     assert silent.loading() is None

@@ -1,9 +1,8 @@
-"""No file can make this library run code: nothing in it could load any.
+"""No file can make this library run code: nothing in the package could load any.
 
 Checkpoints of torch are pickles. `checkpoint_metadata.py` reads their metadata as records, and
-imports nothing; torch's own unpickler, which makes only what is on a list, reads the tensors (see
-decision 49).
-`tests/training/test_saving.py` and `tests/faults/test_hostile_documents.py` try them.
+imports nothing; torch's own unpickler, which makes only objects on a list, reads the tensors (see
+decision 49). `tests/training/test_saving.py` and `tests/faults/test_hostile_documents.py` try them.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ FORBIDDEN = {
 """Modules and functions that load code, start programs, or reach for the network."""
 
 WITH_LITERALS = {"importlib.import_module", "importlib.util.spec_from_file_location"}
-"""Functions that import a module by its name: only a name that is written in the source will do."""
+"""Functions that import a module by name: only a literal name in the source is allowed."""
 
 ALLOWED = {
-    # The network is reached at a URL that a user typed, for a text in which numbers are.
+    # The network is reached at a URL that a user typed, for a text with numbers.
     "tierstore/cli/sampling.py": {
         *("http", "http.client", "http.client.HTTPException", "urllib.request"),
         *("urllib.request.ProxyHandler", "urllib.request.build_opener"),
@@ -53,7 +52,7 @@ ALLOWED = {
 
 
 def dangers(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the lines that could run what a file holds, and how."""
+    """Yield the lines that could run code from a file, and how."""
     calls = {id(node.func): node for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for call in calls.values():
         if any(keyword.arg == "allow_pickle" for keyword in call.keywords):
@@ -76,7 +75,7 @@ def _loads_weights_only(call: ast.Call) -> bool:
 
 
 def _is_literal(argument: ast.expr) -> bool:
-    """Whether a module's name is a literal, or one of a table of literals (`_LAZY[name]`)."""
+    """Return whether a module name is a literal, or one of a table of literals (`_LAZY[name]`)."""
     table = isinstance(argument, ast.Subscript) and ast.unparse(argument.value) == "_LAZY"
     return table or (isinstance(argument, ast.Constant) and isinstance(argument.value, str))
 
@@ -107,7 +106,7 @@ def _is_none(arguments: list[ast.expr]) -> bool:
         "from urllib.request import urlopen",
     ],
 )
-def test_every_way_is_noticed(source: str) -> None:
+def test_code_loading_calls_are_found(source: str) -> None:
     assert list(dangers(ast.parse(source)))
 
 
@@ -123,15 +122,15 @@ def test_every_way_is_noticed(source: str) -> None:
         "from tierstore.observe.trace import load",
     ],
 )
-def test_other_code_does_not_count(source: str) -> None:
+def test_other_calls_are_not_reported(source: str) -> None:
     assert not list(dangers(ast.parse(source)))
 
 
-def test_nothing_in_the_package_could_run_what_a_file_holds() -> None:
+def test_package_cannot_run_code_from_a_file() -> None:
     found: dict[str, set[str]] = {}
     for path, tree in parsed_files():
         for line, what in dangers(tree):
             file = str(path.relative_to(ROOT))
             found.setdefault(file, set()).add(what)
             assert what in ALLOWED.get(file, ()), f"no code may come from a file: {file}:{line}"
-    assert found.keys() == ALLOWED.keys(), "what is allowed and not used may not stay allowed"
+    assert found.keys() == ALLOWED.keys(), "remove allowances that are not used"

@@ -1,4 +1,4 @@
-"""What is looked for in what is published is found; tools/package.py looks in the full lane."""
+"""The checks of published files find each fault; tools/package.py runs them in the full lane."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def links(text: str) -> str:
     return "\n".join(f'<img src="{to}">' if mark else f'<a href="{to}">' for mark, to in found)
 
 
-def test_every_link_of_the_readme_leads_somewhere_on_a_package_index() -> None:
+def test_readme_links_work_on_a_package_index() -> None:
     html = links((ROOT / "README.md").read_text(encoding="utf-8"))
     assert f'<img src="{SOURCE}/raw/v1.2.3/docs/three-tiers.svg">' in html
     assert f'<a href="{SOURCE}/blob/v1.2.3/docs/why.md">' in html
@@ -41,16 +41,16 @@ def test_every_link_of_the_readme_leads_somewhere_on_a_package_index() -> None:
         f"{SOURCE}/blob/v1.2.2/docs/why.md",
     ],
 )
-def test_a_link_that_leads_nowhere_is_noticed(link: str) -> None:
+def test_dead_link_is_reported(link: str) -> None:
     assert len(package.description_faults(f'<a href="{link}">', SOURCE, "1.2.3", ROOT)) == 1
 
 
-def test_a_distribution_has_its_files_and_none_that_was_made() -> None:
+def test_distribution_has_its_files_and_no_generated_ones() -> None:
     made = ["tests/__pycache__/a.pyc", "tierstore/a.so", ".venv/bin/python", "build/a", ".coverage"]
     whole = [*package.EXPECTED, "tests/durations.json", ".gitignore", ".github/SECURITY.md"]
     assert package.source_faults(whole) == []
     lacks = f"the source distribution lacks {whole[0]}"
-    more = {f"nothing to publish: {name}" for name in made}
+    more = {f"must not be published: {name}" for name in made}
     assert set(package.source_faults([*whole[1:], *made])) == {lacks, *more}
 
     sources = ["tierstore/__init__.py", "tierstore/py.typed", "tests/conftest.py"]
@@ -58,11 +58,11 @@ def test_a_distribution_has_its_files_and_none_that_was_made() -> None:
     assert package.wheel_faults(wheel, sources) == []
     assert package.wheel_faults([*wheel[1:], "tests/conftest.py"], sources) == [
         "the wheel lacks tierstore/__init__.py",
-        "nothing to publish: tests/conftest.py",
+        "must not be published: tests/conftest.py",
     ]
 
 
-def test_each_dependency_is_imported_and_each_extra_is_in_a_guide() -> None:
+def test_dependencies_are_imported_and_extras_are_in_guides() -> None:
     def text(*places: str) -> str:
         files = [file for place in places for file in sorted(ROOT.glob(place))]
         return "\n".join(file.read_text(encoding="utf-8") for file in files)

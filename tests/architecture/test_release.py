@@ -1,4 +1,4 @@
-"""Nothing is uploaded before a release is ready."""
+"""A release that is not ready uploads nothing."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ READY = {
         ("pyproject.toml", "https://tierstore.example/"),
     ],
 )
-def test_a_version_may_be_uploaded_once_all_is_ready(
+def test_release_may_be_uploaded_once_all_is_ready(
     name: str | None, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for each, ready in READY.items():
@@ -38,17 +38,17 @@ def test_a_version_may_be_uploaded_once_all_is_ready(
         (tmp_path / each).write_text(text if each == name else ready, encoding="utf-8")
     assert release.main(["v1.2.3"], tmp_path) == (name is not None)
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(name or "1.2.3 may be uploaded")
+    assert line.startswith(name or "1.2.3 can be released")
 
 
-def test_nothing_is_uploaded_before_an_address_was_chosen() -> None:
-    """The placeholders are those of the files today. This test goes with the first upload."""
-    found = "\n".join(release.left_to_do(ROOT, "1.2.3"))
-    assert "pyproject.toml has addresses that nobody has" in found
-    assert "on a package index" in found and "no way to report" in found
+def test_release_without_an_address_is_not_ready() -> None:
+    """The placeholders are those of the files today. Delete this test with the first upload."""
+    found = "\n".join(release.remaining_tasks(ROOT, "1.2.3"))
+    assert "pyproject.toml has placeholder addresses" in found
+    assert "on a package index" in found and "no address for reports" in found
 
 
-def test_the_workflow_runs_programs_that_are_there() -> None:
+def test_release_workflow_runs_existing_programs() -> None:
     text = (ROOT / ".github/workflows/release.yml").read_text(encoding="utf-8")
     named = set(re.findall(r"\b(?:tools|docs)/[\w./-]+\w", text))
     assert {"tools/release.py", "tools/constraints.txt"} <= named

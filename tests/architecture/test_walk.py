@@ -1,4 +1,4 @@
-"""The walks in docs/how-it-works.md: their functions are there, and call each other."""
+"""The walks in docs/how-it-works.md: their functions exist, and call each other."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ ROW = re.compile(
     r"^\| (?:`(?P<file>tierstore/[\w/]+\.py)`)? ?\| `(?P<name>[\w.]+)` \|", re.MULTILINE
 )
 
-# Functions that are called by another name: a callback, or a value that was handed on; no name,
+# Functions that are called by another name: a callback, or a value that was passed on; no name,
 # where the method before calls both.
-HANDED_ON = {
+CALLED_BY_OTHER_NAMES = {
     ("RequestLoop._try", "Leases._attempt"): "attempt",
     ("Core.handled", "Planner.handle"): "handle",
     ("enable_group_offload", "OffloadHandle._enable"): "OffloadHandle",
@@ -35,8 +35,10 @@ def tables(title: str) -> list[list[tuple[str, str]]]:
 
 
 def names_in(file: str, name: str) -> set[str]:
-    """Return the names that a function or a method `Class.method` of a file uses; none if it is not
-    there."""
+    """Return the names that a function or a method `Class.method` of a file uses.
+
+    Return none if it does not exist.
+    """
     kind, _, method = name.rpartition(".")
     tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     classes = [n for n in tree.body if isinstance(n, ast.ClassDef) and n.name == kind]
@@ -47,11 +49,11 @@ def names_in(file: str, name: str) -> set[str]:
 
 
 def broken(stops: list[tuple[str, str]]) -> list[str]:
-    """List what is not as a table says."""
+    """List the stops that are not as a table says."""
     found = []
     for (file, name), (_, following) in zip(stops, [*stops[1:], ("", "")], strict=True):
         used = names_in(file, name) if file else {""}
-        called = HANDED_ON.get((name, following), following.rpartition(".")[2])
+        called = CALLED_BY_OTHER_NAMES.get((name, following), following.rpartition(".")[2])
         if not used:
             found.append(f"{file} has no {name}")
         elif file and following and called and called not in used:
@@ -59,7 +61,7 @@ def broken(stops: list[tuple[str, str]]) -> list[str]:
     return found
 
 
-def test_each_function_of_a_key_calls_the_next_one() -> None:
+def test_key_walk_functions_call_the_next_one() -> None:
     down, on = tables("The walk of a key")
     assert down[0][1] == "TierStore.acquire" and on[-1] == ("", "os.preadv")
     assert [*broken(down), *broken(on)] == []
@@ -72,9 +74,7 @@ def test_each_function_of_a_key_calls_the_next_one() -> None:
         ("The walk of a gradient", 8, "GradientStreamer.add", "MutableGroups.lease_in_host"),
     ],
 )
-def test_each_function_of_a_walk_calls_the_next_one(
-    title: str, most: int, first: str, last: str
-) -> None:
+def test_walk_functions_call_the_next_one(title: str, most: int, first: str, last: str) -> None:
     begin, end = tables(title)
     assert (begin[0][1], end[-1][1]) == (first, last)
     assert [*broken(begin), *broken(end)] == []
@@ -82,6 +82,6 @@ def test_each_function_of_a_walk_calls_the_next_one(
 
 
 @pytest.mark.parametrize("name", ["TierStore.nothing", "TierStore.close"])
-def test_a_wrong_row_is_noticed(name: str) -> None:
+def test_walk_with_a_wrong_row_is_reported(name: str) -> None:
     acquire = ("tierstore/store.py", "TierStore.acquire")
     assert broken([acquire, ("tierstore/store.py", name)])

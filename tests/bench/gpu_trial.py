@@ -16,16 +16,16 @@ STEPS = {"one": 1, "beside": 1, "two": 2, "three": 3}
 KINDS = ("first", "second")
 """The lines of each."""
 HANGS, DIES, POISONS = "HANGS", "DIES", "POISONS"
-"""In the environment: names of lines."""
+"""Environment variables that hold names of lines."""
 
 
 def names() -> list[str]:
-    """Return all lines, in the order in which they are measured but for those side by side."""
+    """Return all lines in the order of measurement, except those that run side by side."""
     return [f"{part} {kind}" for part in STEPS for kind in KINDS]
 
 
 def behaviour(name: str, place: Path, known: dict[str, Figures]) -> Callable[[], Figures]:
-    """Return a measurement that writes its name to `log`, and then does as the environment says."""
+    """Return a measurement that writes its name to `log`, and then acts as the environment says."""
 
     def measured() -> Figures:
         with (place / "log").open("a") as log:
@@ -44,7 +44,7 @@ def behaviour(name: str, place: Path, known: dict[str, Figures]) -> Callable[[],
 
 
 def make(part: str, place: Path, seconds: float = 0.1) -> tuple[list[Group], dict[str, Figures]]:
-    """Return the lines of a part, and what they know of others."""
+    """Return the lines of a part, and the lines of others that it needs."""
     known: dict[str, Figures] = {}
     lines = [
         Line(
@@ -61,7 +61,7 @@ def make(part: str, place: Path, seconds: float = 0.1) -> tuple[list[Group], dic
 
 
 def job(part: str, place: Path, seconds: float = 0.1) -> Job:
-    """Return the job of a part, with what its file says."""
+    """Return the job of a part, with its report file."""
     groups, _ = make(part, place, seconds)
     report = Report(place / f"{part}.json", groups, {"command": "trial"})
     return Job(part, STEPS[part], report, make, (part, place, seconds))

@@ -1,4 +1,4 @@
-"""Each benchmark runs in small, as a user starts it, and its figures can be true."""
+"""Each benchmark runs at small size, as a user starts it, with plausible figures."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tools.bench.page import table
 Rows = dict[str, list[str]]
 
 WHOLE_BENCHMARK = pytest.mark.long(
-    "runs a whole benchmark; its parts have tests of their own",
-    sentinel="tests/bench/test_benches.py::test_dispatch_in_small_compares_what_it_says",
+    "runs a whole benchmark; its parts have separate tests",
+    sentinel="tests/bench/test_benches.py::test_dispatch_bench_small_compares_each_library",
 )
 OURS = ("tierstore, all in RAM", "tierstore, 0.5 x", "tierstore, 0.2 x")
 FLAGS = ("foreach=False", "foreach=True", "fused=True")
 
 
 def run(name: str, place: Path, *more: str) -> str:
-    """Run a benchmark in small. Its output must be what it writes into a page."""
+    """Run a benchmark at small size. Its output must be the text that it writes into a page."""
     page, folder = place / "page.md", place / "files"
     words = ["-m", "tools.bench", name, "--small", "--dir", folder, "--markdown", page]
     output = output_of(*words, *more, timeout=600)
@@ -49,8 +49,8 @@ def number(cell: str) -> float:
     return float(found[0].replace(",", ""))
 
 
-@pytest.mark.full("runs a whole benchmark; its parts have tests of their own")
-def test_dispatch_in_small_compares_what_it_says(tmp_path: Path) -> None:
+@pytest.mark.full("runs a whole benchmark; its parts have separate tests")
+def test_dispatch_bench_small_compares_each_library(tmp_path: Path) -> None:
     text = run("dispatch", tmp_path)
     below, found, above = text.partition("Above the working set")
     assert found
@@ -64,7 +64,7 @@ def test_dispatch_in_small_compares_what_it_says(tmp_path: Path) -> None:
             copies = name.startswith("accelerate")  # the model has 19.9 MB
             assert number(written) >= 19.9 if copies else number(written) <= 0.1
         assert number(rows["tierstore"][6]) < budget + 64
-    assert "held: the text is that of the plain model" in text
+    assert "held: the text equals that of the plain model" in text
 
 
 def check_activations(text: str) -> None:
@@ -83,7 +83,7 @@ def check_activations(text: str) -> None:
 def check_against_simulation(text: str) -> None:
     for name in ("all", "half", "a quarter"):
         _, _, ratio, read, onloaded = cells(text)[name]
-        assert number(ratio) > 0.9, "it is faster than can be"
+        assert number(ratio) > 0.9, "it is impossibly fast"
         assert (number(read) > 0) == (name != "all")
         assert number(onloaded) > 0
 
@@ -93,7 +93,7 @@ def check_denoise(text: str) -> None:
     for name in ("in memory", "tierstore", "diffusers"):
         assert min(number(rows[name][0]), number(rows[name][1])) > 0
     assert rows["tierstore"][-1] == "equal"
-    read, missing = number(rows["tierstore"][2]), number(rows["missing at least, MB"][0])
+    read, missing = number(rows["tierstore"][2]), number(rows["least possible misses, MB"][0])
     assert read >= missing > 0, "it did not have to read, so nothing is compared"
 
 
@@ -109,7 +109,7 @@ def check_disk(text: str) -> None:
 def check_edits(text: str) -> None:
     for name in ("load_state_dict", "fuse_lora", "fuse_qkv_projections"):
         assert number(cells(text)[name][-1]) > 0, "nothing was written, so nothing was edited"
-        assert f"held: {name}: every weight is right" in text
+        assert f"held: {name}: all weights are correct" in text
 
 
 def check_experts(text: str) -> None:
@@ -120,8 +120,8 @@ def check_experts(text: str) -> None:
         chosen, missing, read, *_ = map(number, rows["tierstore, counted"])
         assert read >= missing > 0, "all experts were in RAM, so nothing is shown"
         assert chosen >= missing
-        assert f"held: {name}: logits are those of the plain model" in text
-        assert f"held: {name}: the store counts as the hooks do" in text
+        assert f"held: {name}: logits equal those of the plain model" in text
+        assert f"held: {name}: the counts of the store and the hooks are equal" in text
 
 
 def check_finetuning(text: str) -> None:
@@ -131,10 +131,10 @@ def check_finetuning(text: str) -> None:
         for budget in ("25%", "50%"):
             _, limit, seconds, _, ratio, missing, read, *_ = rows[f"{budget}, {way}"]
             assert min(map(number, (limit, seconds, ratio))) > 0
-            # Not all that is missing: some may have been read while another model had its turn.
+            # Not all missing bytes: some may have been read while another model had its turn.
             assert number(read) > number(missing) / 2 > 0, "all was in RAM: nothing is compared"
             assert f"held: {budget}, {way}: losses are equal" in text
-    assert "held: memory: losses are those of the ordinary run" in text
+    assert "held: memory: losses are bit-identical" in text
     assert "held: memory: bytes that the store wrote in all steps (0)" in text
 
 
@@ -166,7 +166,7 @@ def check_models_on_threads(text: str) -> None:
     lines = [line.split("|")[1:] for line in text.splitlines() if line.startswith("| cpu")]
     assert len(lines) == 4
     for line in lines:
-        assert number(line[5].strip()) > 0, "nothing was read: RAM had room for all"
+        assert number(line[5].strip()) > 0, "nothing was read: all fitted into RAM"
 
 
 def check_optimizer(text: str) -> None:
@@ -183,8 +183,8 @@ def check_optimizer(text: str) -> None:
         assert 2.8 <= number(read) <= 4.2
         assert 1.8 <= number(written) <= 3.2
         assert number(counted) == pytest.approx(number(read) + number(written), abs=0.3)
-    assert "held: where all fits, no step reads or writes the disk" in text
-    assert "held: parameters and states are torch's, bit for bit" in text
+    assert "held: everything fits: bytes read and written on disk" in text
+    assert "held: parameters and states are bit-identical to torch's" in text
 
 
 def check_overhead(text: str) -> None:
@@ -195,7 +195,7 @@ def check_overlap(text: str) -> None:
     for ratio in ("1", "1.5", "2"):
         stalled, read = cells(text)[ratio]
         assert 0 <= number(stalled) < 100
-        assert number(read) >= 1, "less was read than can be missed"
+        assert number(read) >= 1, "fewer bytes were read than missed"
 
 
 def check_queueing(text: str) -> None:
@@ -207,12 +207,12 @@ def check_queueing(text: str) -> None:
 
 
 def check_remote(text: str) -> None:
-    assert "held: outputs are those of the model in memory, bit for bit" in text
-    assert "held: bytes fetched with a warm cache of everything (0)" in text
+    assert "held: outputs are bit-identical to those of the model in memory" in text
+    assert "held: bytes fetched with a warm, complete cache (0)" in text
 
 
 def check_service(text: str) -> None:
-    assert text.count("held: all denoise the same image") == 2
+    assert text.count("held: number of different images of all workers") == 2
     assert number(cells(text)["service"][2]) > 0, "all was in RAM: nothing is compared"
 
 
@@ -257,13 +257,13 @@ MORE = {"training_bytes": ["--shares", "0.3", "0.6"], "finetuning": ["--rounds",
 @WHOLE_BENCHMARK
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [*CHECKS, "many_files", "prediction"])
-def test_bench_in_small_has_figures_that_can_be_true(name: str, tmp_path: Path) -> None:
+def test_bench_small_has_plausible_figures(name: str, tmp_path: Path) -> None:
     if not NEEDS.get(name, True):
         pytest.skip("needs fio, or control groups of memory")
     CHECKS.get(name, lambda text: None)(run(name, tmp_path, *MORE.get(name, [])))
 
 
-def test_cells_of_a_table_are_found_by_the_first_of_their_row() -> None:
+def test_cells_are_found_by_the_first_of_their_row() -> None:
     text = table(("", "s"), [("one", "1,024.5 (1 to 2)"), ("two", 3)])
     assert cells(text) | {"": []} == {"": [], "one": ["1,024.5 (1 to 2)"], "two": ["3"]}
     assert number(cells(text)["one"][0]) == 1024.5

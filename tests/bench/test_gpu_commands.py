@@ -1,4 +1,4 @@
-"""`python -m tools.gpu` in small, on the pretend accelerator, as a user starts it."""
+"""`python -m tools.gpu` at small size, on the pretend accelerator, as a user starts it."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def lines(place: Path) -> dict[str, dict[str, Any]]:
-    """What the files of a directory say of each line."""
+    """Return the entry of each line in the files of a directory."""
     documents = [json.loads(path.read_text()) for path in place.glob("*.json")]
     return {line["name"]: line for document in documents for line in document["lines"]}
 
 
-def test_a_line_of_each_kind(bench: Bench) -> None:
-    """The sentinel, in this process: whole parts are left to the full lane."""
+def test_gpu_line_of_each_kind_runs(bench: Bench) -> None:
+    """The sentinel, in this process: whole parts run in the full lane."""
     names = ("environment", "equal groups", "forks")
     parts = {part.name: part for part in PARTS}
     groups = [g for name in ("per_group", "correctness") for g in parts[name].groups(bench)]
@@ -47,7 +47,7 @@ def test_a_line_of_each_kind(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("fails", (False, True))
-def test_store_memory_is_unmade_at_the_end(fails: bool, bench: Bench) -> None:
+def test_gpu_part_ends_frees_store_memory(fails: bool, bench: Bench) -> None:
     arenas: list[Arena] = []
 
     def kept(budget: int | None, device: torch.device) -> Arena:
@@ -62,10 +62,10 @@ def test_store_memory_is_unmade_at_the_end(fails: bool, bench: Bench) -> None:
                 raise OSError
     except OSError:
         assert fails
-    assert (arenas[0].bytes_held, arenas[0].unmade) == (0, 1)
+    assert (arenas[0].bytes_held, arenas[0].frees) == (0, 1)
 
 
-# Speeds say nothing where there is no GPU.
+# Speeds mean nothing without a GPU.
 SPEED = {"link", "all in RAM", "half in RAM", "a quarter in RAM", "compared", "offload_activations"}
 
 
@@ -82,12 +82,14 @@ def test_main_cut_in_each_part_resumes_and_measures(bench: Bench, tmp_path: Path
         done = run_python(*words, minutes, environment={**os.environ, "OMP_NUM_THREADS": "1"})
         found = lines(tmp_path / "out")
         assert all(found[name] == line for name, line in before.items()), "measured twice"
-        assert not list(tmp_path.glob("tierstore-gpu-*")), "it has left files"
+        assert not list(tmp_path.glob("tierstore-gpu-*")), "files are left behind"
         before = {name: line for name, line in found.items() if line["done"]}
-    told = "\n".join(f"{n}: {x['verdict']} {x['figures']} {x['error']}" for n, x in found.items())
+    details = "\n".join(
+        f"{n}: {x['verdict']} {x['figures']} {x['error']}" for n, x in found.items()
+    )
     missed = any(line["verdict"] == "missed" for line in found.values())
-    assert done.returncode == int(missed), told + done.stdout + done.stderr
-    assert all(line["done"] for line in found.values()), told
+    assert done.returncode == int(missed), details + done.stdout + done.stderr
+    assert all(line["done"] for line in found.values()), details
     check_figures(found)
     trial = [*map(str, (tmp_path / "out").glob("*.json")), "--to", str(tmp_path), "--trial"]
     assert pages.main(trial) == 0
@@ -95,7 +97,7 @@ def test_main_cut_in_each_part_resumes_and_measures(bench: Bench, tmp_path: Path
 
 
 def check_figures(found: dict[str, dict[str, Any]]) -> None:
-    """What the lines of a trial should say."""
+    """Check the lines of a trial."""
     for name, line in found.items():
         if not line["verdict"].startswith("not run: "):
             assert line["verdict"] in ("holds", "measured") or name in SPEED, (name, line)

@@ -60,7 +60,7 @@ def bounds(line: Line) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("line", PROMISES)
-def test_a_line_holds_on_its_bounds_and_is_missed_beyond_any(line: Line) -> None:
+def test_verdict_on_the_bounds_holds_and_beyond_is_missed(line: Line) -> None:
     enough = bounds(line)
     assert verdict(line.goals, enough) == HOLDS
     for goal in line.goals:
@@ -75,7 +75,7 @@ def test_a_line_holds_on_its_bounds_and_is_missed_beyond_any(line: Line) -> None
         assert verdict(line.goals, others).startswith("not run: needs")
 
 
-def test_lines_have_names_of_their_own_and_goals_bounds() -> None:
+def test_lines_have_unique_names_and_goals_have_bounds() -> None:
     lines = [line for part in LINES.values() for line in part]
     names = [line.name for line in lines]
     assert len(names) == len(set(names))
@@ -83,7 +83,7 @@ def test_lines_have_names_of_their_own_and_goals_bounds() -> None:
         assert math.isfinite(goal.at_least) or math.isfinite(goal.at_most)
 
 
-def test_parts_come_in_the_order_of_their_importance() -> None:
+def test_parts_are_in_order_of_importance() -> None:
     assert [(part.step, part.name) for part in PARTS] == [
         (1, "suite"),
         (1, "correctness"),
@@ -97,23 +97,25 @@ def test_parts_come_in_the_order_of_their_importance() -> None:
     assert {part.page for part in PARTS} == set(pages.TITLES)
 
 
-def test_goals_of_the_first_run_are_still_asked() -> None:
+def test_goals_of_the_first_run_are_still_set() -> None:
     """The goals that were set before anything ran on a GPU."""
-    told = {line.name: [str(goal) for goal in line.goals] for x in LINES.values() for line in x}
-    assert told["link"] == [
+    goals_by_line = {
+        line.name: [str(goal) for goal in line.goals] for x in LINES.values() for line in x
+    }
+    assert goals_by_line["link"] == [
         "onload_to_pin_memory at least 0.95",
         "offload_to_pin_memory at least 0.95",
     ]
-    assert "wrong at least 1" in told["without the event of a release"]
-    assert "to_allowed at most 1.1" in told["running ahead"]
-    assert "to_bound at most 1.15" in told["all in RAM"]
-    assert "to_bound at most 1.2" in told["half in RAM"]
-    assert "to_bound at most 1.2" in told["a quarter in RAM"]
-    assert "to_bound at most 1.3" in told["offload_activations"]
-    assert "differing at most 0" in told["OffloadModel, RAM for 0.5 x, fused"]
+    assert "wrong at least 1" in goals_by_line["without the event of a release"]
+    assert "to_allowed at most 1.1" in goals_by_line["running ahead"]
+    assert "to_bound at most 1.15" in goals_by_line["all in RAM"]
+    assert "to_bound at most 1.2" in goals_by_line["half in RAM"]
+    assert "to_bound at most 1.2" in goals_by_line["a quarter in RAM"]
+    assert "to_bound at most 1.3" in goals_by_line["offload_activations"]
+    assert "differing at most 0" in goals_by_line["OffloadModel, RAM for 0.5 x, fused"]
 
 
-def test_without_goals_a_line_is_measured() -> None:
+def test_verdict_without_goals_is_measured() -> None:
     assert verdict([], {"seconds": 1.0}) == MEASURED
 
 
@@ -134,7 +136,7 @@ def failing(error: Exception) -> Callable[[], dict[str, float]]:
 GOOD = Goal("wrong", at_most=0)
 
 
-def test_attempt_tells_figures_and_verdicts() -> None:
+def test_attempt_returns_figures_and_verdicts() -> None:
     good = attempt(Line("good", "is right", figures(wrong=0, seconds=2.5), [GOOD]))
     assert (good["verdict"], good["figures"]) == (HOLDS, {"wrong": 0, "seconds": 2.5})
     assert attempt(Line("plain", "has no goal", figures(seconds=1.0)))["verdict"] == MEASURED
@@ -149,13 +151,13 @@ def test_attempt_tells_figures_and_verdicts() -> None:
 
 
 @pytest.mark.parametrize("failure", (KeyError("wrong"), Failed("KeyError", {"wrong": 3})))
-def test_attempt_of_a_line_that_fails_is_missed(failure: Exception) -> None:
+def test_attempt_of_a_failing_line_is_missed(failure: Exception) -> None:
     bad = attempt(Line("bad", "", failing(failure), [GOOD]))
     assert (bad["verdict"], bad["done"]) == (MISSED, True)
     assert "KeyError" in bad["error"]
 
 
-def test_report_keeps_what_is_done(tmp_path: Path) -> None:
+def test_report_keeps_finished_lines(tmp_path: Path) -> None:
     groups = [Group("g", [Line("one", "", figures(), [GOOD]), Line("two", "", figures())])]
     report = Report(tmp_path / "out.json", groups, {"command": "trial"})
     report.note("one", HOLDS, figures={"wrong": 0.0}, done=True)
@@ -171,7 +173,7 @@ def test_report_keeps_what_is_done(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out.json"]
 
 
-def test_figures_of_other_lines_are_known_or_asked_for(tmp_path: Path) -> None:
+def test_figures_of_other_lines_are_known_or_postponed(tmp_path: Path) -> None:
     bench = Bench(torch.device("cpu"), True, tmp_path, 0.0)
     with pytest.raises(Postponed, match="needs the line 'link'"):
         bench.figure("link", "speed")
@@ -198,7 +200,7 @@ def test_checksum_changes_with_any_bit() -> None:
         ("error: unrecognized arguments: --device", 4, False, Unavailable),
     ],
 )
-def test_outcome_of_tests_that_did_not_pass_is_told(
+def test_outcome_of_failed_tests_raises_with_counts(
     text: str, status: int, cut: bool, raised: type[Exception]
 ) -> None:
     with pytest.raises(raised) as caught:
@@ -209,13 +211,13 @@ def test_outcome_of_tests_that_did_not_pass_is_told(
     assert (text in str(caught.value)) or raised is Unavailable
 
 
-def test_outcome_of_tests_that_passed_has_counts() -> None:
+def test_outcome_of_passed_tests_has_counts() -> None:
     found = outcome("....\n30 passed, 4 skipped in 12.0s", 0, False)
     assert found == {"passed": 30, "failed": 0, "skipped": 4, "error": 0}
 
 
 def test_gradients_are_compared_under_deterministic_attention() -> None:
-    """cuDNN's attention adds in any order; the others do too, unless torch is told to raise."""
+    """cuDNN's attention adds in any order. The others do too, unless torch is set to raise."""
 
     def state() -> tuple[bool, bool, bool]:
         return (
@@ -231,7 +233,7 @@ def test_gradients_are_compared_under_deterministic_attention() -> None:
     assert state() == before == (True, False, False)
 
 
-def test_a_package_that_is_missing_is_told() -> None:
+def test_installed_missing_package_raises() -> None:
     installed("json")
     with pytest.raises(Unavailable, match="no_such_package is not installed"):
         installed("no_such_package")
@@ -243,12 +245,12 @@ def test_a_package_that_is_missing_is_told() -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--device", "cuda"], "there is no cuda device here"),
+        (["--device", "cuda"], "there is no cuda device"),
         (["--device", "nonsense"], "nonsense"),
     ],
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA GPU here")
-def test_main_without_the_device_says_so(
+def test_main_without_the_device_exits_with_the_reason(
     words: list[str], why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -318,7 +320,7 @@ def write(document: Any, place: Path) -> str:
     return str(file)
 
 
-def test_a_page_names_the_hardware_and_what_was_missed(tmp_path: Path) -> None:
+def test_page_names_the_hardware_and_missed_goals(tmp_path: Path) -> None:
     file = write(DOCUMENT, tmp_path)
     assert pages.main([file, "--to", str(tmp_path)]) == 0
     page = tmp_path / "gpu-inference_nvidia-h100-80gb-hbm3_2031-02-03.md"
@@ -337,10 +339,10 @@ def test_a_page_names_the_hardware_and_what_was_missed(tmp_path: Path) -> None:
     assert "Words." in page.read_text()
 
 
-def test_files_of_one_subject_are_one_page(tmp_path: Path) -> None:
+def test_pages_files_of_one_subject_are_joined(tmp_path: Path) -> None:
     other = {**DOCUMENT["lines"][0], "group": "disk peers", "figures": {"checksum_8": 5, "x": 6}}  # type: ignore[index]
     documents = [DOCUMENT, {**DOCUMENT, "seconds": 7.7, "lines": [other]}]
-    (joined,) = pages.together(documents)
+    (joined,) = pages.merged(documents)
     assert joined["seconds"] == 520
     text = pages.text_of(joined)
     assert "## Ours" in text
@@ -349,7 +351,7 @@ def test_files_of_one_subject_are_one_page(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("why", ("small", "no GPU"))
-def test_a_trial_makes_no_page(
+def test_pages_of_a_trial_are_not_written(
     why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     document = {**DOCUMENT, "small": why == "small"}

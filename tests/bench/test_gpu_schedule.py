@@ -18,7 +18,7 @@ LONG = 600.0
 
 
 def lines(place: Path) -> dict[str, dict[str, Any]]:
-    """Return what the files say of each line."""
+    """Return the files' entry of each line."""
     documents = [json.loads((place / f"{part}.json").read_text()) for part in STEPS]
     return {line["name"]: line for document in documents for line in document["lines"]}
 
@@ -35,7 +35,7 @@ def run(place: Path, within: float = LONG) -> None:
     Schedule([job(part, place) for part in STEPS], time.monotonic() + within).run()
 
 
-def gone(pid: int) -> bool:
+def has_exited(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
@@ -58,7 +58,7 @@ def test_schedule_cut_in_a_line_resumes_with_the_rest(
     run(tmp_path, within=25.0)
     begun = log(tmp_path)
     assert cut in begun
-    assert gone(int((tmp_path / "hangs").read_text())), "what a line started outlives it"
+    assert has_exited(int((tmp_path / "hangs").read_text())), "a process of the line outlives it"
     found = lines(tmp_path)
     done = {name for name, line in found.items() if line["done"]}
     assert found[cut]["verdict"] == f"{TIME}: it was cut"
@@ -78,7 +78,7 @@ def test_schedule_cut_in_a_line_resumes_with_the_rest(
 @pytest.mark.parametrize(
     ("how", "why"), [(DIES, "the process ended with status -6\n"), (HANGS, "it hung\n")]
 )
-def test_schedule_line_that_dies_or_hangs_is_missed_and_others_run(
+def test_schedule_line_dies_or_hangs_is_missed_others_run(
     how: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(how, "two first")
@@ -117,7 +117,7 @@ def test_schedule_line_longer_than_the_time_left_is_skipped(tmp_path: Path) -> N
     assert not (tmp_path / "log").exists()
 
 
-def test_schedule_process_that_cannot_start_is_told(tmp_path: Path) -> None:
+def test_schedule_process_that_cannot_start_is_reported(tmp_path: Path) -> None:
     broken = job("one", tmp_path)
     broken.arguments = ()
     Schedule([broken], time.monotonic() + LONG).run()

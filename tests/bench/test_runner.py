@@ -1,4 +1,4 @@
-"""The scaffolding of benchmarks: turns, ratios, pages, processes, and what they count."""
+"""The scaffolding of benchmarks: turns, ratios, pages, processes, and their counters."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def test_interleave_takes_turns_and_ratios_are_by_round() -> None:
     assert spread(ratios(results["a"], results["b"])) == "0.50 (0.50 to 1.00)"
 
 
-def test_claim_is_held_within_its_bounds() -> None:
-    assert Claim("fast", 3.0, at_least=3.0).verdict() == "held: fast (3)"
+def test_claim_holds_within_its_bounds() -> None:
+    assert Claim("fast", 3.0, at_least=3.0).verdict() == "held: fast (3); at least 3"
     assert Claim("fast", 2.999, at_least=3.0).verdict().startswith("MISSED")
-    assert Claim("short", 1.13, at_most=1.12).verdict() == "MISSED: short (1.13)"
+    assert Claim("short", 1.13, at_most=1.12).verdict() == "MISSED: short (1.13); at most 1.12"
 
 
 def test_publish_keeps_prose_and_replaces_figures(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_stopwatch_counts_cpu_seconds_of_children() -> None:
     assert min(watch.cpu_seconds, watch.seconds) >= 0.3
 
 
-def test_apart_returns_what_a_function_does_or_its_error() -> None:
+def test_apart_returns_the_result_or_raises_the_error() -> None:
     assert apart(doubled, 21) == 42
     with pytest.raises(Ended, match="it is below zero"):
         apart(doubled, -1)
@@ -77,7 +77,7 @@ def test_apart_worker_keeps_its_state_between_messages() -> None:
 
 
 @needs_groups
-def test_apart_in_a_group_is_killed_beyond_its_limit() -> None:
+def test_apart_beyond_the_group_limit_is_killed() -> None:
     with MemoryGroup(64 << 20) as group:
         assert apart(hungry, 16 << 20, group=group) == 16 << 20
         with pytest.raises(Killed):
@@ -90,13 +90,13 @@ def test_saved_counts_each_piece_once_and_no_weights() -> None:
     weight = torch.ones(4, 4, requires_grad=True)
     saved = Saved({weight.untyped_storage().data_ptr()})
     with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
-        x = torch.ones(4, 4) @ weight  # saves what is not the weight
+        x = torch.ones(4, 4) @ weight  # saves nothing but the weight
         (x.sin() * x.cos()).sum()  # saves x twice, and two results
     assert sorted(saved.pieces.values()) == 4 * [4 * 16]
     assert saved.tensors == 5 * 4 * 16
 
 
-def test_mix_moves_as_much_as_it_says_in_the_order_of_a_step() -> None:
+def test_mix_moves_its_share_in_the_order_of_a_step() -> None:
     mix = Mix([4096, 8192, 4096, 8192], written=0.5)
     order = list(mix.order())
     assert [which for which, _ in order if which >= 0] == [0, 1, 2, 3]
@@ -121,9 +121,9 @@ def test_mixed_writes_the_groups_of_its_mix(tmp_path: Path) -> None:
     extents = [entry.spill_extent for entry in mixed.entries if entry.spill_extent]
     try:
         wanted = bytes(range(256)) * 256
-        assert all(bytes(mixed.spill.show(extent)) != wanted for extent in extents)
+        assert all(bytes(mixed.spill.map_extent(extent)) != wanted for extent in extents)
         mixed.written.bytes()[: len(wanted)] = wanted
         assert mixed.run(depth=4).speed > 0
-        assert [bytes(mixed.spill.show(extent)) for extent in extents] == 8 * [wanted]
+        assert [bytes(mixed.spill.map_extent(extent)) for extent in extents] == 8 * [wanted]
     finally:
         mixed.close()

@@ -1,8 +1,8 @@
-"""Runs a Flux of about 500 MB for 20 steps in a process of its own and prints what it took.
+"""Run a Flux of about 500 MB for 20 steps in a separate process, and print its memory use.
 
     python -m tests.budget.denoise CHECKPOINT DISK_DIR RAM_BUDGET POLICY
 
-The memory that counts is anonymous (private) memory: maps of the checkpoint are the page cache's.
+Only anonymous (private) memory counts: maps of the checkpoint belong to the page cache.
 The baseline is taken after one un-offloaded step of a *tiny* pipeline, so that threads, allocator
 pools and lazily imported code are part of it, and after the pipeline is loaded.
 """
@@ -23,7 +23,7 @@ SAMPLE_SECONDS = 0.005
 
 
 def anonymous_bytes() -> int:
-    """Private memory of this process now."""
+    """Return the private memory of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024

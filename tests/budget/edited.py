@@ -1,9 +1,9 @@
-"""Edits weights of a model that is on a store, and prints what memory that takes.
+"""Edit weights of a model that is on a store, and print how much memory that takes.
 
     python -m tests.budget.edited HOW CHECKPOINT DISK_DIR
 
-The allocator is as users have it. The memory that counts is anonymous: a page of a file's map that
-was written to is, too.
+The allocator is as users have it. Only anonymous memory counts, which includes a written page of a
+private map of a file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def build() -> nn.Sequential:
 
 
 def mapped(checkpoint: Path) -> nn.Sequential:
-    """As `from_pretrained` leaves a model: every weight a part of one map of the file."""
+    """Load as `from_pretrained` does: every weight is a part of one map of the file."""
     with torch.device("meta"):
         model = build()
     model.load_state_dict(load_file(checkpoint), assign=True)
@@ -88,7 +88,7 @@ def edited(how: str, checkpoint: Path, disk_dir: str) -> dict[str, Any]:
     model, other = mapped(checkpoint), checkpoint.with_name(OTHER)
     offload: Any = dispatch_model
     if "group offload" in how:
-        import_module("diffusers.pipelines.pipeline_utils")  # which enabling imports, with hooks
+        import_module("diffusers.pipelines.pipeline_utils")  # enabling imports these, with hooks
         offload = enable_group_offload
     with torch.no_grad(), TierStore(BUDGET, disk_dir, device="cpu") as store:
         with AnonymousPeak() as peak:
@@ -102,7 +102,7 @@ def edited(how: str, checkpoint: Path, disk_dir: str) -> dict[str, Any]:
 
 
 def in_memory(disk_dir: str) -> dict[str, Any]:
-    """What a model takes that was made in memory, before and after it is on a store."""
+    """Return the memory of a model made in memory, before and after it is on a store."""
     start = anonymous_memory()
     model = build()
     made = anonymous_memory()

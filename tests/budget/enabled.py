@@ -1,10 +1,10 @@
-"""Loads a model in one of the usual ways, puts it on a store, and prints what memory that takes.
+"""Load a model in one of the usual ways, put it on a store, and print how much memory that takes.
 
     python -m tests.budget.enabled MODEL WAY CHECKPOINT DISK_DIR RAM_BUDGET
 
-The allocator is as users have it. The memory that counts is anonymous, over what the process took
-before there was a model: a map of a file is the page cache's. `python -m tests.budget.enabled save
-MODEL CHECKPOINT` writes the checkpoint, in float32.
+The allocator is as users have it. Only anonymous memory counts, above the process's before there
+was a model: a map of a file belongs to the page cache. `python -m tests.budget.enabled save MODEL
+CHECKPOINT` writes the checkpoint, in float32.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ MODELS: dict[str, Callable[[], Any]] = {
 
 
 def loaded(build: Callable[[], nn.Module], way: str, checkpoint: Path) -> Any:
-    """The model, on no store yet."""
+    """Return the model, not yet on a store."""
     if way == "in memory":
         return build()
     if way.startswith("dispatched"):
@@ -119,7 +119,7 @@ def loaded(build: Callable[[], nn.Module], way: str, checkpoint: Path) -> Any:
 
 
 def offloaded(model: Any, way: str, checkpoint: Path, store: TierStore) -> Callable[[], Any]:
-    """Put it on the store. Returns how to undo that."""
+    """Put the model on the store. Return a function that undoes it."""
     if way.startswith("dispatched"):
         dtype = torch.bfloat16 if way == "dispatched, cast" else None
         load_checkpoint_and_dispatch(model, checkpoint, store, dtype=dtype)
@@ -132,9 +132,9 @@ def offloaded(model: Any, way: str, checkpoint: Path, store: TierStore) -> Calla
 
 
 class Excess:
-    """The most anonymous memory at any moment, what was written until then added to it.
+    """The peak of anonymous memory plus the bytes written until then.
 
-    While weights go to the disk and leave the memory, that stays the same.
+    The sum stays constant while weights leave memory for the disk.
     """
 
     def __init__(self, store: TierStore) -> None:
@@ -159,7 +159,7 @@ class Excess:
 
 def main(name: str, way: str, checkpoint: str, disk_dir: str, budget: str) -> None:
     with torch.device("meta"):
-        MODELS[name]()  # imports what it takes
+        MODELS[name]()  # imports its libraries
     start = anonymous_memory()
     with TierStore(budget, Path(disk_dir), device="cpu") as store:
         model = loaded(MODELS[name], way, Path(checkpoint))

@@ -1,4 +1,4 @@
-"""A 500 MB pipeline under 128 MB: the budget holds, nothing grows, and what fits stays."""
+"""A 500 MB pipeline under 128 MB: the budget holds, memory does not grow, and hits stay."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ def result(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def per_step(result: dict[str, Any]) -> list[int]:
-    """Bytes read in each step but the first."""
+    """Return the bytes read in each step but the first."""
     read = [step["read"] for step in result["steps"]]
     return [after - before for before, after in pairwise(read)]
 
 
-def test_the_model_is_several_times_the_budget(result: dict[str, Any]) -> None:
+def test_model_is_several_times_the_budget(result: dict[str, Any]) -> None:
     assert result["weights"] > 500_000_000 > 3.5 * result["budget"]
 
 
-def test_the_store_never_held_more_than_its_budget(result: dict[str, Any]) -> None:
+def test_store_memory_stays_within_the_budget(result: dict[str, Any]) -> None:
     assert result["peak_of_store"] <= result["budget"]
 
 
@@ -63,13 +63,13 @@ def test_memory_does_not_grow_with_the_steps(result: dict[str, Any]) -> None:
     assert anonymous[19] - anonymous[4] < 5_000_000
 
 
-def test_from_the_third_step_on_only_what_misses_is_read(result: dict[str, Any]) -> None:
+def test_steps_from_the_third_read_only_misses(result: dict[str, Any]) -> None:
     misses = result["transformer"] - result["budget"] + 3 * result["largest_group"]
     for step in per_step(result)[1:]:
         assert 0 < step <= 1.05 * misses
 
 
-def test_least_recently_used_reads_everything_in_every_step(
+def test_lru_policy_reads_everything_in_every_step(
     checkpoint: Path, result: dict[str, Any], tmp_path: Path
 ) -> None:
     """The control: a denoising loop is a scan, and the usual policy has no hits in a scan."""
@@ -78,15 +78,15 @@ def test_least_recently_used_reads_everything_in_every_step(
     assert sum(steps) / len(steps) >= 0.99 * result["transformer"]
 
 
-def test_nothing_is_written(result: dict[str, Any]) -> None:
+def test_denoising_writes_nothing(result: dict[str, Any]) -> None:
     assert result["bytes_written"] == 0
 
 
-def test_a_larger_budget_shows_in_the_memory_and_in_the_bytes_read(
+def test_larger_budget_uses_more_memory_and_reads_less(
     checkpoint: Path, result: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The control: the figures above are of the weights, and see a budget that is not kept."""
-    roomy = denoise(checkpoint, tmp_path, "1GB")
-    gained = roomy["peak"] - roomy["baseline"]
+    """The control: the figures above depend on the weights, and would show an exceeded budget."""
+    larger = denoise(checkpoint, tmp_path, "1GB")
+    gained = larger["peak"] - larger["baseline"]
     assert gained > result["budget"] + 2 * result["largest_group"]
-    assert max(per_step(roomy)) == 0
+    assert max(per_step(larger)) == 0

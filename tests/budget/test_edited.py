@@ -1,4 +1,4 @@
-"""Weights that are edited on a store are stored as they come: the budget holds for the process."""
+"""Weights that are edited on a store are stored as they are edited, within the process's budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.helpers.processes import output_of, results_in, with_the_usual_alloca
 
 WEIGHTS = LAYERS * WIDTH * WIDTH * 4
 MARGIN = 2 * 4 * MB + 8 * MB
-"""Bytes: two groups, and what Python and torch take while they work."""
+"""Bytes: two groups, and the working memory of Python and torch."""
 
 pytestmark = pytest.mark.full("a process for each way, which imports torch and measures itself")
 
@@ -36,20 +36,18 @@ def test_all_weights_are_edited_within_the_budget(
     how: str, checkpoint: Path, tmp_path: Path
 ) -> None:
     result = run(how, checkpoint, tmp_path)
-    assert result["right"], "the weights are not what they were changed to"
+    assert result["right"], "the weights do not have the edited values"
     assert result["gained"] <= BUDGET + MARGIN < WEIGHTS / 2
 
 
-def test_edits_that_nobody_notices_take_memory_until_the_next_run(
-    checkpoint: Path, tmp_path: Path
-) -> None:
-    """The control: so much is edited, and seen by what measures."""
+def test_undetected_edits_take_memory_until_the_next_run(checkpoint: Path, tmp_path: Path) -> None:
+    """The control: the edits take this much memory, and the measurement shows it."""
     result = run("at once", checkpoint, tmp_path)
     assert result["right"]
     assert result["gained"] >= WEIGHTS
 
 
-def test_a_model_made_in_memory_takes_its_budget(checkpoint: Path, tmp_path: Path) -> None:
+def test_model_made_in_memory_takes_its_budget(checkpoint: Path, tmp_path: Path) -> None:
     result = run("in memory", checkpoint, tmp_path)
     assert result["made"] > 2 * (BUDGET + MARGIN)
     assert result["dispatched"] <= BUDGET + MARGIN < WEIGHTS / 2

@@ -1,6 +1,7 @@
-"""Checkpoints that torch alone has saved are loaded on a store, and the other way round, in one
-process.
-`tests/training/test_saving_ranks.py` does so on several ranks."""
+"""Checkpoints saved by torch alone load on a store, and the other way round, in one process.
+
+`tests/training/test_saving_ranks.py` does so on several ranks.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def alone(seed: int) -> Pair:
 
 @contextmanager
 def on_store(place: Path, seed: int) -> Iterator[Pair]:
-    """A third of the state has room in RAM."""
+    """Yield a model and optimizer on a store whose RAM holds a third of the state."""
     with TierStore(48 * 4096, place, device="cpu") as store:
         model = OffloadModel(alone(seed)[0], store)
         options = ADAMW if seed == 0 else {}
@@ -77,7 +78,7 @@ def assert_equal(one: Pair, other: Pair) -> None:
         assert {**group, "params": 0} == {**wanted, "params": 0}
 
 
-def test_a_checkpoint_of_torch_goes_on_in_a_store(tmp_path: Path) -> None:
+def test_torch_checkpoint_continues_on_a_store(tmp_path: Path) -> None:
     pair = alone(0)
     steps(*pair, 0)
     dcp.save(by_name(pair), checkpoint_id=tmp_path / "run")
@@ -89,7 +90,7 @@ def test_a_checkpoint_of_torch_goes_on_in_a_store(tmp_path: Path) -> None:
         assert_equal(offloaded, pair)
 
 
-def test_a_save_goes_on_with_torch_alone(tmp_path: Path) -> None:
+def test_store_checkpoint_continues_in_torch_alone(tmp_path: Path) -> None:
     with on_store(tmp_path / "store", 0) as offloaded:
         steps(*offloaded, 0)
         save_training(tmp_path / "run", *offloaded, extra={"step": 3})
@@ -104,7 +105,7 @@ def test_a_save_goes_on_with_torch_alone(tmp_path: Path) -> None:
         assert_equal(offloaded, pair)
 
 
-def test_another_optimizer_of_torch_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_torch_optimizer_raises(tmp_path: Path) -> None:
     pair = alone(0)
     steps(*pair, 0)
     dcp.save(by_name(pair), checkpoint_id=tmp_path / "run")
@@ -115,7 +116,7 @@ def test_another_optimizer_of_torch_is_refused(tmp_path: Path) -> None:
     assert all(map(torch.equal, other.parameters(), before))
 
 
-def test_a_checkpoint_without_an_optimizer_is_loaded_without_one(tmp_path: Path) -> None:
+def test_checkpoint_without_an_optimizer_loads_without_one(tmp_path: Path) -> None:
     pair, other = alone(0), alone(1)
     dcp.save({"model": get_model_state_dict(pair[0])}, checkpoint_id=tmp_path / "run")
     with pytest.raises(ValueError, match="without an optimizer"):
@@ -124,12 +125,10 @@ def test_a_checkpoint_without_an_optimizer_is_loaded_without_one(tmp_path: Path)
     assert all(map(torch.equal, other[0].parameters(), pair[0].parameters()))
 
 
-def test_what_nobody_has_saved_by_name_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_unnamed_optimizer_parameters_raises(tmp_path: Path) -> None:
     pair = alone(0)
     steps(*pair, 0)
     state = {"model": pair[0].state_dict(), "optimizer": pair[1].state_dict()}
     dcp.save(state, checkpoint_id=tmp_path / "run")
-    with pytest.raises(
-        ValueError, match="was saved of an optimizer whose parameters have no names"
-    ):
+    with pytest.raises(ValueError, match="has an optimizer state without parameter names"):
         load_training(tmp_path / "run", *alone(1))

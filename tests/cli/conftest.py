@@ -1,4 +1,4 @@
-"""Directories to look into, written the way a store writes them, and ways to run the command."""
+"""Store directories as a store writes them, and ways to run the command."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def float_block(name: str, *shape: int) -> Block:
-    """A tensor of float32 on its own."""
+    """Return a single tensor of float32."""
     spec = TensorSpec(name, "F32", shape, contiguous_stride(shape), 0)
     return Block(name, "F32", shape, spec.nbytes, (spec,))
 
 
 def put(directory: ObjectDirectory, key: str, *blocks: Block, version: int = 0) -> StoredObject:
-    """Write a group whose bytes follow from its key and version."""
+    """Write a group whose bytes are derived from its key and version."""
     packing = pack(blocks or (float_block("weight", 64, 64), float_block("bias", 3)))
-    room = memoryview(mmap.mmap(-1, max(round_up(packing.nbytes, PAGE), PAGE)))
-    room[: packing.nbytes] = hashlib.shake_128(f"{version} {key}".encode()).digest(packing.nbytes)
-    return directory.write(key, packing, room, single=False)
+    buffer = memoryview(mmap.mmap(-1, max(round_up(packing.nbytes, PAGE), PAGE)))
+    buffer[: packing.nbytes] = hashlib.shake_128(f"{version} {key}".encode()).digest(packing.nbytes)
+    return directory.write(key, packing, buffer, single=False)
 
 
 def tree(directory: Path) -> dict[str, tuple[Any, ...]]:
-    """Everything below a directory: kind, times, and what is in it."""
+    """Return every entry below a directory: kind, times, and content."""
     found: dict[str, tuple[Any, ...]] = {}
     for path in [directory, *sorted(directory.rglob("*"))]:
         status = path.lstat()
@@ -57,7 +57,7 @@ def tree(directory: Path) -> dict[str, tuple[Any, ...]]:
 
 @pytest.fixture
 def store(disk_dir: Path) -> Path:
-    """A closed store's directory with three groups: a, b and layers/0."""
+    """Return the directory of a closed store with three groups: a, b and layers/0."""
     directory = ObjectDirectory(disk_dir)
     for key in ("a", "b", "layers/0"):
         put(directory, key)
@@ -67,7 +67,7 @@ def store(disk_dir: Path) -> Path:
 
 @pytest.fixture
 def locked(store: Path) -> Iterator[Path]:
-    """The same directory, in use by another process."""
+    """Return the same directory, in use by another process."""
     code = (
         "import sys; from tierstore.tiers.directory import ObjectDirectory;"
         "held = ObjectDirectory(sys.argv[1]); print('held', flush=True); sys.stdin.read()"
@@ -96,7 +96,7 @@ class Inspect:
         return self.runner.invoke(inspector, words, env={"COLUMNS": None, **env})
 
     def json(self, *args: object, code: int = 0) -> Any:
-        """The document that the command prints; the exit code must be `code`."""
+        """Return the document that the command prints; the exit code must be `code`."""
         result = self(*args, "--json")
         assert result.exit_code == code, result.output
         document = json.loads(result.stdout)
@@ -110,7 +110,7 @@ def inspect() -> Inspect:
 
 
 def command(args: Sequence[object], before: str = "", after: str = "pass") -> list[str]:
-    """The command in a fresh interpreter, with code that runs before it and when it exits."""
+    """Return the command in a fresh interpreter, with code that runs before it and at its exit."""
     code = (
         f"import atexit, sys\n{before}\n"
         f"atexit.register(lambda: exec({after!r}))\n"
@@ -120,7 +120,7 @@ def command(args: Sequence[object], before: str = "", after: str = "pass") -> li
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of a fresh interpreter; what would change a table's look is left out."""
+    """Return the environment of a fresh interpreter, without variables that affect tables."""
     kept = {k: v for k, v in os.environ.items() if k not in ("COLUMNS", "NO_COLOR", "FORCE_COLOR")}
     return {**kept, "PYTHONPATH": str(ROOT), "TERM": "xterm", **more}
 
@@ -141,8 +141,8 @@ def start(
 
 
 @dataclass(frozen=True)
-class Shown:
-    """What a terminal showed."""
+class TerminalOutput:
+    """Output and exit code of a command on a terminal."""
 
     exit_code: int
     output: str
@@ -150,8 +150,8 @@ class Shown:
 
 def on_terminal(
     *args: object, typed: str = "", interrupt: bool = False, before: str = "", **more: str
-) -> Shown:
-    """Run the command on a terminal of its own. Once it asks, type an answer or interrupt it."""
+) -> TerminalOutput:
+    """Run the command on a separate terminal. At its prompt, type an answer or interrupt it."""
     ours, its = os.openpty()
     termios.tcsetwinsize(its, (24, int(more.get("COLUMNS", 80))))
     process = subprocess.Popen(
@@ -169,7 +169,7 @@ def on_terminal(
                 os.write(ours, typed.encode())
                 if interrupt:
                     _interrupt(process, deadline)
-        return Shown(process.wait(60), output.decode().replace("\r\n", "\n"))
+        return TerminalOutput(process.wait(60), output.decode().replace("\r\n", "\n"))
     finally:
         process.kill()
         process.wait()
@@ -177,7 +177,10 @@ def on_terminal(
 
 
 def _interrupt(process: subprocess.Popen[bytes], deadline: float) -> None:
-    """Interrupt until it ends: a signal between Python's last look and its read does not end it."""
+    """Interrupt until it ends.
+
+    A signal between the last check and the read of Python does not end it.
+    """
     while process.poll() is None and time.monotonic() < deadline:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -186,7 +189,7 @@ def _interrupt(process: subprocess.Popen[bytes], deadline: float) -> None:
 
 def _read(descriptor: int, deadline: float) -> bytes:
     if not select.select([descriptor], [], [], max(deadline - time.monotonic(), 0))[0]:
-        raise TimeoutError("the command neither said anything nor ended")
+        raise TimeoutError("the command neither printed anything nor ended")
     try:
         return os.read(descriptor, 4096)
     except OSError:  # the other end was closed
@@ -194,7 +197,7 @@ def _read(descriptor: int, deadline: float) -> bytes:
 
 
 def step_of(document: dict[str, Any]) -> dict[str, Any]:
-    """Return what `plan` says of the only model's step at the only budget."""
+    """Return the step of the only model at the only budget, as `plan` prints it."""
     (plan,) = document["plans"]
     (step,) = plan["steps"]
     found: dict[str, Any] = step

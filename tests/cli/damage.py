@@ -1,6 +1,7 @@
-"""What befalls the object files of a store that the commands look into.
+"""Damage to the object files of a store.
 
-Each is given the file, and that of another group. Their names are those of the tests they are in.
+Each function takes the file, and that of another group. Their names are those of the tests that use
+them.
 """
 
 from __future__ import annotations
@@ -12,20 +13,20 @@ from tests.helpers.files import flip_bit
 
 
 def flip_header(path: Path, _: Path) -> None:
-    """One bit of the header."""
+    """Flip one bit of the header."""
     flip_bit(path, 50)
 
 
 def truncate(path: Path, _: Path) -> None:
-    """The last byte is missing."""
+    """Cut the last byte."""
     os.truncate(path, path.stat().st_size - 1)
 
 
 def extend(path: Path, _: Path) -> None:
-    """There is a byte more."""
+    """Append a byte."""
     os.truncate(path, path.stat().st_size + 1)
 
 
 def empty(path: Path, _: Path) -> None:
-    """There is nothing in it."""
+    """Empty the file."""
     os.truncate(path, 0)

@@ -1,4 +1,4 @@
-"""`bench` measures a disk, says and remembers how fast it is, and leaves nothing behind."""
+"""`bench` measures a disk, prints and records its speed, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def no_disk_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def test_what_it_tells_is_what_plan_will_know(there: Path, inspect: Inspect) -> None:
+def test_bench_result_is_known_to_plan(there: Path, inspect: Inspect) -> None:
     assert known_speed(there) is None
     document = inspect.json("bench", there, *SMALL)
     assert document["read"] == round(known_speed(there) or 0) > 0
@@ -43,7 +43,7 @@ def test_what_it_tells_is_what_plan_will_know(there: Path, inspect: Inspect) -> 
     assert os.listdir(there) == []
 
 
-def test_what_people_are_told(there: Path, inspect: Inspect) -> None:
+def test_bench_output_for_people_is_complete(there: Path, inspect: Inspect) -> None:
     result = inspect("bench", there, *SMALL)
     assert result.exit_code == 0
     reads, writes = result.stdout.splitlines()
@@ -51,7 +51,7 @@ def test_what_people_are_told(there: Path, inspect: Inspect) -> None:
         reads == f"reads     {formatting.size(known_speed(there) or 0, formatting.Units.DECIMAL)}/s"
     )
     assert re.fullmatch(
-        r"writes    \S+ [KMG]B/s into a new file, \S+ [KMG]B/s over what is there", writes
+        r"writes    \S+ [KMG]B/s into a new file, \S+ [KMG]B/s over existing data", writes
     )
     assert "disks.json" in result.stderr
     assert re.search(
@@ -60,16 +60,20 @@ def test_what_people_are_told(there: Path, inspect: Inspect) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "why"), [("50%", "a share of what"), ("8", "no unit"), ("1MB", "too little")]
+    ("size", "why"), [("50%", "is a percentage"), ("8", "no unit"), ("1MB", "too small")]
 )
-def test_a_size_that_is_none(size: str, why: str, there: Path, inspect: Inspect) -> None:
+def test_bench_invalid_size_is_usage_error(
+    size: str, why: str, there: Path, inspect: Inspect
+) -> None:
     result = inspect("bench", there, "--size", size)
     assert result.exit_code == 2
     assert why in result.stderr
 
 
 @pytest.mark.parametrize("kind", ["missing", "a file"])
-def test_a_place_that_is_no_directory(kind: str, there: Path, inspect: Inspect) -> None:
+def test_bench_path_not_a_directory_is_usage_error(
+    kind: str, there: Path, inspect: Inspect
+) -> None:
     if kind == "a file":
         (there / "place").write_text("mine")
     result = inspect("bench", there / "place", *SMALL)
@@ -78,32 +82,32 @@ def test_a_place_that_is_no_directory(kind: str, there: Path, inspect: Inspect) 
     assert known_speed(there) is None
 
 
-@pytest.mark.alone  # what another test deletes is room, too
-def test_too_little_room_is_told_before_anything_is_written(
+@pytest.mark.alone  # space that another test frees counts, too
+def test_bench_too_little_space_fails_before_writing(
     there: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = os.statvfs(there).f_bavail * os.statvfs(there).f_frsize
     for size, code in ((str(free // 2 + (1 << 20)) + "B", 1), ("64MiB", 0)):
         result = inspect("bench", there, "--size", size)
         assert result.exit_code == code
-        assert ("too little room" in result.stderr) == (code == 1)
+        assert ("not enough disk space" in result.stderr) == (code == 1)
         assert ("--size" in result.stderr) == (code == 1)
         assert os.listdir(there) == []
 
 
-def test_a_cache_that_cannot_be_written_is_no_failure(
+def test_bench_unwritable_cache_is_only_a_warning(
     there: Path, tmp_path: Path, inspect: Inspect
 ) -> None:
     (tmp_path / "file").write_text("in the place of a directory")
     env = {"XDG_CACHE_HOME": str(tmp_path / "file")}
     result = inspect("bench", there, *SMALL, "--json", **env)
     assert result.exit_code == 0
-    assert "could not be remembered" in result.stderr
+    assert "could not be saved" in result.stderr
     assert json.loads(result.stdout)["remembered_in"] is None
 
 
 @pytest.mark.full("runs a benchmark twice")
-def test_a_bar_is_drawn_on_a_terminal_only(there: Path) -> None:
+def test_bench_progress_bar_is_drawn_on_a_terminal_only(there: Path) -> None:
     shown = on_terminal("bench", there, *SMALL, COLUMNS="100")
     assert shown.exit_code == 0
     assert "Writing" in shown.output
@@ -115,7 +119,7 @@ def test_a_bar_is_drawn_on_a_terminal_only(there: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_behind_if_it_is_interrupted(number: int, there: Path) -> None:
+def test_bench_interrupted_leaves_nothing(number: int, there: Path) -> None:
     process = subprocess.Popen(
         command(["bench", there, "--size", "1GiB"]),
         stdout=subprocess.PIPE,
@@ -130,7 +134,7 @@ def test_nothing_is_left_behind_if_it_is_interrupted(number: int, there: Path) -
         process.send_signal(number)
         process.communicate(timeout=60)
     finally:
-        process.kill()  # or else it would go on reading for hours
+        process.kill()  # otherwise it would read for hours
     assert process.returncode == (130 if number == signal.SIGINT else -number)
     assert os.listdir(there) == []
     assert known_speed(there) is None

@@ -1,4 +1,4 @@
-"""Completion at TAB, by click's interface and in a real bash."""
+"""Completion at TAB, through click's interface and in a real bash."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierstore.tiers.directory import ObjectDirectory
 
 @pytest.fixture
 def full(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A default directory with keys that shells take for several words, and a damaged group."""
+    """Make a default directory with keys that shells split into words, and a damaged group."""
     directory = ObjectDirectory(store)
     for key in ("run 1", "two\nlines", "a:1", "größe/界", "layers/10"):
         put(directory, key)
@@ -31,7 +31,7 @@ def full(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def offered(words: list[object], incomplete: str = "", program: click.Command = inspector) -> str:
-    """The values offered after some words, in one line."""
+    """Return the values offered after some words, in one line."""
     asked = BashComplete(program, {}, program.name or "", "_COMPLETE")
     items = asked.get_completions([str(word) for word in words], incomplete)
     return " ".join(f"<{item.type}>" if item.type != "plain" else item.value for item in items)
@@ -81,7 +81,7 @@ def test_completion_loads_no_torch(full: Path) -> None:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash_reads_the_script() -> None:
+def test_completion_script_runs_in_bash() -> None:
     code = "from tierstore.cli import main; main()"
     script = subprocess.run(
         [sys.executable, "-c", code],

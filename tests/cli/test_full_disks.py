@@ -1,4 +1,4 @@
-"""On a full disk the command makes room; where it may not read or write, it says so."""
+"""On a full disk the command frees space; other failed reads and writes exit with a message."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tests.helpers.system_calls import system_call
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_a_full_disk_keeps_nobody_from_removing(number: int, store: Path, inspect: Inspect) -> None:
-    """There is no room for the name of who has the lock."""
+def test_rm_on_a_full_disk_removes(number: int, store: Path, inspect: Inspect) -> None:
+    """There is no space to write the lock owner's name."""
     with system_call("pwrite", fails_with=number) as failed:
         assert inspect("rm", store, "a", "-y").exit_code == 0
     assert failed
     assert [group["key"] for group in inspect.json("ls", store)["groups"]] == ["b", "layers/0"]
 
 
-def test_a_lock_that_cannot_be_written_is_told_of(store: Path, inspect: Inspect) -> None:
+def test_rm_lock_write_fails_exits_1(store: Path, inspect: Inspect) -> None:
     with system_call("pwrite", fails_with=errno.EIO):
         result = inspect("rm", store, "a", "-y")
     assert result.exit_code == 1
@@ -34,7 +34,7 @@ def test_a_lock_that_cannot_be_written_is_told_of(store: Path, inspect: Inspect)
     assert len(inspect.json("ls", store)["groups"]) == 3
 
 
-def test_what_was_removed_before_a_failure_is_counted(store: Path, inspect: Inspect) -> None:
+def test_rm_failure_reports_the_removed_count(store: Path, inspect: Inspect) -> None:
     done: list[object] = []
 
     def once(path: object, *_: object) -> None:
@@ -49,7 +49,7 @@ def test_what_was_removed_before_a_failure_is_counted(store: Path, inspect: Insp
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["df"], ["env"], ["--help"]])
-def test_an_output_that_is_full_is_told_of(arguments: list[str], store: Path) -> None:
+def test_output_device_full_exits_with_an_error(arguments: list[str], store: Path) -> None:
     words = command([*arguments, *([store] if arguments[0] in ("ls", "df") else [])])
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -60,9 +60,9 @@ def test_an_output_that_is_full_is_told_of(arguments: list[str], store: Path) ->
     assert done.returncode
 
 
-def test_rm_tells_of_what_it_may_not_read(store: Path, inspect: Inspect) -> None:
+def test_rm_unreadable_directory_exits_1(store: Path, inspect: Inspect) -> None:
     def denied(path: object, *_: object) -> None:
-        if path == "objects":  # who runs this may be one who may do anything
+        if path == "objects":  # the user may be root, who may read everything
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
 
     with before("open", denied):
@@ -80,9 +80,7 @@ def pipeline(place: Path) -> Path:
     return place
 
 
-def test_a_component_whose_shards_are_missing_is_not_left_out(
-    tmp_path: Path, inspect: Inspect
-) -> None:
+def test_plan_missing_shards_exits_with_an_error(tmp_path: Path, inspect: Inspect) -> None:
     place = pipeline(tmp_path / "pipe")
     assert inspect("plan", place, "--ram", "1MB").exit_code == 0
     (place / "transformer" / "model.safetensors").unlink()
@@ -93,9 +91,7 @@ def test_a_component_whose_shards_are_missing_is_not_left_out(
     assert "model-00001-of-00001.safetensors" in result.stderr
 
 
-def test_a_checkpoint_that_may_not_be_read_is_no_wrong_use(
-    tmp_path: Path, inspect: Inspect
-) -> None:
+def test_plan_unreadable_checkpoint_exits_1(tmp_path: Path, inspect: Inspect) -> None:
     place = pipeline(tmp_path / "pipe")
 
     def denied(path: object, *_: object) -> None:

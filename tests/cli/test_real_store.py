@@ -1,4 +1,4 @@
-"""The command and a real store agree on what a directory holds."""
+"""The command and a real store agree on the content of a directory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierstore import TierStore
 
 @pytest.fixture
 def live(disk_dir: Path) -> Iterator[TierStore]:
-    """A store of three groups, all on disk."""
+    """Return a store of three groups, all on disk."""
     weight = torch.arange(6.0).reshape(2, 3)
     with TierStore(64 << 20, disk_dir, device="cpu") as store:
         store.put("latents", torch.ones(4, dtype=torch.bfloat16))
@@ -26,7 +26,7 @@ def live(disk_dir: Path) -> Iterator[TierStore]:
         yield store
 
 
-def test_what_was_put_is_listed(live: TierStore, disk_dir: Path, inspect: Inspect) -> None:
+def test_ls_lists_groups_of_a_live_store(live: TierStore, disk_dir: Path, inspect: Inspect) -> None:
     document = inspect.json("ls", disk_dir)
     found = {group["key"]: (group["tensors"], group["dtypes"]) for group in document["groups"]}
     assert found == {
@@ -39,7 +39,9 @@ def test_what_was_put_is_listed(live: TierStore, disk_dir: Path, inspect: Inspec
     assert inspect("verify", disk_dir, "--data").exit_code == 0
 
 
-def test_ties_and_strides_are_shown(live: TierStore, disk_dir: Path, inspect: Inspect) -> None:
+def test_show_prints_ties_and_strides_of_a_live_store(
+    live: TierStore, disk_dir: Path, inspect: Inspect
+) -> None:
     rows = {row["name"]: row for row in inspect.json("show", disk_dir, "tied")["tensors"]}
     assert rows["weight"]["tied"] == rows["turned"]["tied"] == 1
     assert rows["turned"]["shape"] == [3, 2]
@@ -50,7 +52,7 @@ def test_ties_and_strides_are_shown(live: TierStore, disk_dir: Path, inspect: In
     assert torch.frombuffer(bytearray(raw), dtype=torch.float32).tolist() == [*range(6)]
 
 
-def test_nothing_is_removed_under_a_live_store(
+def test_live_store_blocks_removal(
     live: TierStore, disk_dir: Path, tmp_path: Path, inspect: Inspect
 ) -> None:
     assert inspect("rm", disk_dir, "latents", "-y").exit_code == 11
@@ -62,7 +64,7 @@ def test_nothing_is_removed_under_a_live_store(
         assert store.get("mixed")["flags"].tolist() == [True] * 7
 
 
-def test_damage_that_the_store_would_meet_is_found(
+def test_verify_finds_damage_that_the_store_raises(
     live: TierStore, disk_dir: Path, inspect: Inspect
 ) -> None:
     live.close()

@@ -1,4 +1,4 @@
-"""`verify --repair` puts away what is damaged, all of it and nothing else, and deletes nothing."""
+"""`verify --repair` quarantines damaged files, all of them and no others, and deletes nothing."""
 
 from __future__ import annotations
 
@@ -31,26 +31,27 @@ Verify = Callable[..., Any]
 
 
 def served(store: Path) -> dict[str, torch.Tensor | type[BaseException]]:
-    """What a store gives out for each key, or the error that it raises."""
+    """Return what a store reads for each key: a group, or the error that it raises."""
     found: dict[str, torch.Tensor | type[BaseException]] = {}
     with TierStore(1 << 20, store, device="cpu") as opened:
         for key in ("a", "b", "layers/0"):
             try:
                 group = opened.get(key)
                 assert isinstance(group, dict)
-                found[key] = group["weight"].view(torch.int32)  # some are no numbers
+                found[key] = group["weight"].view(torch.int32)  # some are NaN
             except (TransferError, UnknownKeyError) as error:
                 found[key] = type(error)
     return found
 
 
 def lost(before: dict[str, tuple[Any, ...]], after: dict[str, tuple[Any, ...]]) -> list[str]:
-    """The files and links of which the very same are not there any more, under any name."""
+    """Return the files and links that no longer exist, unchanged, under any name."""
     kept = {(entry[1], entry[3]) for entry in after.values()}
     return [
         name
         for name, entry in before.items()
-        if os.path.basename(name) != "LOCK" and (entry[1], entry[3]) not in kept  # LOCK is signed
+        # the owner's name in LOCK changes
+        if os.path.basename(name) != "LOCK" and (entry[1], entry[3]) not in kept
     ]
 
 
@@ -113,11 +114,11 @@ DAMAGES = [
     link_to_itself_elsewhere, fifo, directory, linked_shard, file_for_a_shard,
 ]  # fmt: skip
 SHARDS = linked_shard, file_for_a_shard
-TELLING = flip_data, truncate, extend, newer_version  # the key can still be read
+KEY_READABLE = flip_data, truncate, extend, newer_version  # the key can still be read
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_what_is_damaged_is_put_away_and_all_else_is_served(
+def test_repair_quarantines_damaged_objects_only(
     store: Path, inspect: Inspect, damage: Callable[[Path, Path], None]
 ) -> None:
     whole = served(store)
@@ -140,7 +141,7 @@ def test_what_is_damaged_is_put_away_and_all_else_is_served(
     assert lost(before, tree(store)) == []
     assert not os.path.lexists(place)
     (entry,) = document["quarantine"]
-    if damage in TELLING:
+    if damage in KEY_READABLE:
         assert entry["key"] == "b"
     assert entry["path"] == str(moved)
     assert entry["key"] == problem["key"]
@@ -163,7 +164,7 @@ def test_what_is_damaged_is_put_away_and_all_else_is_served(
 
 @pytest.mark.parametrize("name", ["objects", "tmp"])
 @pytest.mark.parametrize("kind", ["link", "file"])
-def test_what_keeps_a_store_from_opening_is_damage(
+def test_repair_damage_that_prevents_opening_is_fixed(
     store: Path, tmp_path: Path, inspect: Inspect, name: str, kind: str
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -184,21 +185,19 @@ def test_what_keeps_a_store_from_opening_is_damage(
         assert len(opened) == (0 if name == "objects" else 3)
 
 
-def test_without_its_damaged_marker_a_store_has_all_its_groups(
-    store: Path, inspect: Inspect
-) -> None:
+def test_damaged_marker_removed_by_hand_keeps_all_groups(store: Path, inspect: Inspect) -> None:
     (store / "STORE.json").write_bytes(b"")
     result = inspect("verify", store, "--repair")
     assert result.exit_code == 2
     assert "STORE.json is damaged" in result.stderr
     assert (store / "STORE.json").exists()
-    (store / "STORE.json").unlink()  # by hand, by who is sure of it
+    (store / "STORE.json").unlink()  # by hand, once the user is sure
     with TierStore(1 << 20, store, device="cpu") as opened:
         assert opened.keys() == ["a", "b", "layers/0"]
     assert inspect("verify", store, "--data").exit_code == 0
 
 
-def test_until_then_the_store_raises(store: Path, inspect: Inspect) -> None:
+def test_damaged_group_raises_until_it_is_repaired(store: Path, inspect: Inspect) -> None:
     flip_data(object_file(store, "b"), store)
     assert served(store)["b"] is CorruptDataError
     assert inspect("verify", store, "--repair").exit_code == 0, "only --data reads the data"
@@ -207,7 +206,7 @@ def test_until_then_the_store_raises(store: Path, inspect: Inspect) -> None:
     assert served(store)["b"] is UnknownKeyError
 
 
-def test_without_comparing_checksums_a_flipped_bit_is_not_noticed(
+def test_repair_without_checksums_misses_a_flipped_bit(
     store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flip_data(object_file(store, "b"), store)
@@ -218,7 +217,7 @@ def test_without_comparing_checksums_a_flipped_bit_is_not_noticed(
     assert inspect("verify", store, "--data").exit_code == 3
 
 
-def test_a_repair_that_deletes_is_noticed(store: Path, inspect: Inspect) -> None:
+def test_repair_that_deletes_is_detected(store: Path, inspect: Inspect) -> None:
     flip_data(object_file(store, "b"), store)
     before = tree(store)
     with system_call("rename", answer=by_deleting):
@@ -229,7 +228,7 @@ def test_a_repair_that_deletes_is_noticed(store: Path, inspect: Inspect) -> None
 # The note and the name ---------------------------------------------------------------------------
 
 
-def test_the_note_says_what_was_wrong(store: Path, inspect: Inspect) -> None:
+def test_quarantine_note_describes_the_damage(store: Path, inspect: Inspect) -> None:
     key = "evil \x1b[31m \u202e ключ"
     directory = ObjectDirectory(store)
     put(directory, key)
@@ -240,7 +239,7 @@ def test_the_note_says_what_was_wrong(store: Path, inspect: Inspect) -> None:
     result = inspect("verify", store, "--data", "--repair")
     assert result.exit_code == 0
     assert "\x1b" not in result.output
-    assert result.stdout.endswith("4 groups: 1 damaged, 1 put away\n")
+    assert result.stdout.endswith("4 groups: 1 damaged, 1 quarantined\n")
     (note,) = (store / "quarantine").glob("*.note.json")
     text = note.read_text()
     assert text.isascii()
@@ -257,7 +256,7 @@ def test_the_note_says_what_was_wrong(store: Path, inspect: Inspect) -> None:
     assert oct(note.stat().st_mode & 0o777) == "0o600"
 
 
-def test_names_never_clash(store: Path, inspect: Inspect) -> None:
+def test_quarantine_names_never_clash(store: Path, inspect: Inspect) -> None:
     name = object_file(store, "b").stem
     contents = []
     for number in (1, 2, 3):
@@ -272,7 +271,7 @@ def test_names_never_clash(store: Path, inspect: Inspect) -> None:
     assert (away / f"{name}.2.safetensors.note.json").read_text() == "of mine"
 
 
-def test_a_note_that_cannot_be_believed_hides_nothing(
+def test_quarantine_note_not_trusted_hides_nothing(
     store: Path, tmp_path: Path, inspect: Inspect
 ) -> None:
     for key in ("a", "b", "layers/0"):
@@ -292,18 +291,18 @@ def test_a_note_that_cannot_be_believed_hides_nothing(
     assert "secret" not in inspect("verify", store).output
 
 
-# What is in quarantine ---------------------------------------------------------------------------
+# Quarantined files -------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def quarantined(store: Path, inspect: Inspect) -> Path:
-    """A store of which b was put away."""
+    """Return a store in which b is in quarantine."""
     truncate(object_file(store, "b"), store)
     assert inspect("verify", store, "--repair").exit_code == 0
     return store
 
 
-def test_it_is_listed_and_counted(quarantined: Path, inspect: Inspect) -> None:
+def test_quarantined_file_is_listed_and_counted(quarantined: Path, inspect: Inspect) -> None:
     moved, note = sorted((quarantined / "quarantine").iterdir())
     nbytes = moved.stat().st_size + note.stat().st_size
     listing = inspect.json("ls", quarantined)
@@ -325,7 +324,7 @@ def test_it_is_listed_and_counted(quarantined: Path, inspect: Inspect) -> None:
     assert lines[-1] == "2 groups: no damage found"
 
 
-def test_neither_prune_nor_the_store_touches_it(quarantined: Path, inspect: Inspect) -> None:
+def test_prune_and_the_store_leave_quarantine_alone(quarantined: Path, inspect: Inspect) -> None:
     before = tree(quarantined / "quarantine")
     assert inspect("prune", quarantined, "--damaged", "-y").exit_code == 0
     assert inspect("rm", quarantined, "b", "-y").exit_code == 4
@@ -336,10 +335,10 @@ def test_neither_prune_nor_the_store_touches_it(quarantined: Path, inspect: Insp
     assert tree(quarantined / "quarantine") == before
 
 
-# What is no damage -------------------------------------------------------------------------------
+# Files that are not damaged ----------------------------------------------------------------------
 
 
-def test_strangers_and_leftovers_are_told_of_and_left_alone(store: Path, inspect: Inspect) -> None:
+def test_repair_leaves_foreign_and_temporary_files_alone(store: Path, inspect: Inspect) -> None:
     (store / "mine.txt").write_text("mine")
     (store / "objects" / "notes").write_text("mine")
     (object_file(store, "a").parent / "backup").symlink_to("/etc/passwd")
@@ -347,7 +346,7 @@ def test_strangers_and_leftovers_are_told_of_and_left_alone(store: Path, inspect
     before = tree(store)
     result = inspect("verify", store, "--data", "--repair")
     assert result.exit_code == 0
-    assert "3 entries that are not tierstore's" in result.stderr
+    assert "3 foreign entries" in result.stderr
     assert "1 temporary file (1000 B)" in result.stderr
     after = tree(store)
     del before["LOCK"], after["LOCK"]
@@ -358,7 +357,7 @@ def test_strangers_and_leftovers_are_told_of_and_left_alone(store: Path, inspect
 
 
 @pytest.mark.parametrize("name", [".", "objects", "STORE.json", "LOCK", "b"])
-def test_what_others_may_read_or_change_is_told_of(
+def test_verify_reports_files_that_others_may_access(
     store: Path, inspect: Inspect, name: str
 ) -> None:
     assert inspect.json("verify", store)["exposed"] == []
@@ -372,10 +371,10 @@ def test_what_others_may_read_or_change_is_told_of(
     assert f"chmod -R go= {store}" in result.stderr
 
 
-# Who may repair, and what can go wrong -----------------------------------------------------------
+# Locks and failures ------------------------------------------------------------------------------
 
 
-def test_a_store_in_use_is_left_alone(locked: Path, inspect: Inspect) -> None:
+def test_repair_store_in_use_changes_nothing(locked: Path, inspect: Inspect) -> None:
     flip_bit(object_file(locked, "b"), 50)
     before = tree(locked)
     result = inspect("verify", locked, "--repair")
@@ -385,23 +384,23 @@ def test_a_store_in_use_is_left_alone(locked: Path, inspect: Inspect) -> None:
     assert inspect("verify", locked).exit_code == 3, "to look needs no lock"
 
 
-def test_the_lock_is_held_while_moving(store: Path, inspect: Inspect) -> None:
+def test_repair_holds_the_lock_while_moving(store: Path, inspect: Inspect) -> None:
     flip_bit(object_file(store, "b"), 50)
-    looked: list[str] = []
+    outputs: list[str] = []
 
     def look(*_: object) -> None:
         code = "import sys; from tierstore.tiers.directory import ObjectDirectory as Directory\n"
-        looked.append(run_python("-c", code + "Directory(sys.argv[1])", store).stderr)
+        outputs.append(run_python("-c", code + "Directory(sys.argv[1])", store).stderr)
 
     with before("os.rename", look):
         assert inspect("verify", store, "--repair").exit_code == 0
-    assert len(looked) == 1
-    assert "StoreLockedError" in looked[0]
+    assert len(outputs) == 1
+    assert "StoreLockedError" in outputs[0]
     assert not object_file(store, "b").exists()
 
 
 @pytest.mark.parametrize("plant", ["link", "file"])
-def test_a_quarantine_that_is_no_directory_is_not_used(
+def test_repair_quarantine_not_a_directory_exits_1(
     store: Path, tmp_path: Path, inspect: Inspect, plant: str
 ) -> None:
     flip_bit(object_file(store, "b"), 50)
@@ -413,7 +412,7 @@ def test_a_quarantine_that_is_no_directory_is_not_used(
         (store / "quarantine").touch()
     result = inspect("verify", store, "--repair")
     assert result.exit_code == 1
-    assert "quarantine is no directory" in result.stderr
+    assert "quarantine is not a directory" in result.stderr
     assert object_file(store, "b").exists()
     assert list(elsewhere.iterdir()) == []
     (store / "quarantine").unlink()
@@ -421,9 +420,7 @@ def test_a_quarantine_that_is_no_directory_is_not_used(
     assert not object_file(store, "b").exists()
 
 
-def test_a_quarantine_that_others_may_enter_is_closed_to_them(
-    store: Path, inspect: Inspect
-) -> None:
+def test_repair_restricts_an_open_quarantine_directory(store: Path, inspect: Inspect) -> None:
     flip_bit(object_file(store, "b"), 50)
     (store / "quarantine").mkdir()
     (store / "quarantine").chmod(0o755)
@@ -432,7 +429,7 @@ def test_a_quarantine_that_others_may_enter_is_closed_to_them(
 
 
 @pytest.mark.parametrize("call", ["rename", "open", "fsync"])
-def test_what_could_not_be_put_away_is_told_of_and_the_rest_goes_on(
+def test_repair_file_that_cannot_move_continues_with_the_rest(
     store: Path, inspect: Inspect, call: str
 ) -> None:
     for key in ("a", "b"):
@@ -447,7 +444,7 @@ def test_what_could_not_be_put_away_is_told_of_and_the_rest_goes_on(
     with system_call(call, fails_with=errno.ENOSPC, when=is_of_a_note, at=1):
         problems = inspect.json("verify", store, "--repair", code=3)["problems"]
     assert [problem["left"] for problem in problems] == [
-        "moving it failed: No space left on device",
+        "the move failed: No space left on device",
         None,
     ]
     assert lost(before, tree(store)) == []
@@ -461,7 +458,7 @@ def notes(store: Path) -> list[Path]:
     return sorted((store / "quarantine").glob(f"*{quarantine.NOTE_SUFFIX}"))
 
 
-def test_what_changes_meanwhile_is_left(store: Path, inspect: Inspect) -> None:
+def test_repair_file_changed_meanwhile_is_left(store: Path, inspect: Inspect) -> None:
     path = object_file(store, "b")
     truncate(path, store)
 
@@ -470,6 +467,6 @@ def test_what_changes_meanwhile_is_left(store: Path, inspect: Inspect) -> None:
 
     with before("os.mkdir", change):  # of the quarantine
         (problem,) = inspect.json("verify", store, "--repair", code=3)["problems"]
-    assert problem["left"] == "it has just changed: verify again"
+    assert problem["left"] == "it was changed meanwhile: verify again"
     assert path.read_bytes() == b"another"
     assert inspect("verify", store, "--repair").exit_code == 0

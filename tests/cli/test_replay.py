@@ -18,14 +18,14 @@ from tierstore.trace import read_trace
 
 GROUPS = 16
 PASSES = 6
-GROUP = 1 << 16  # bytes; what a checkpoint's group takes is a page more
+GROUP = 1 << 16  # bytes; a checkpoint's group takes a page more
 WHOLE = GROUPS * (GROUP + 4096)
 HALF = WHOLE // 2
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Stats]:
-    """A trace of a loop over groups of which half fit, and what the store counted."""
+    """Record a loop over groups of which half fit; return the trace and the store's counters."""
     place = tmp_path_factory.mktemp("recorded")
     weights = {f"block.{n:02}": torch.zeros(GROUP // 4) for n in range(GROUPS)}
     save_file(weights, place / "model.safetensors")
@@ -36,7 +36,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Stats]:
                 with store.acquire(key) as lease:
                     lease.tensor.sum()
         stats = None
-        while stats != store.stats():  # what was fetched early is still arriving
+        while stats != store.stats():  # early fetches are still arriving
             stats = store.stats()
             store.trace(place / "run.json")
         return place / "run.json", stats
@@ -48,7 +48,7 @@ def trace(recorded: tuple[Path, Stats]) -> Path:
 
 
 def edited(trace: Path, place: Path, **fields: Any) -> Path:
-    """A copy of a trace in which the object of the store says something else."""
+    """Return a copy of a trace in which the store's object has other fields."""
     document = json.loads(trace.read_text())
     document["tierstore"].update(fields)
     place.write_text(json.dumps(document))
@@ -56,12 +56,14 @@ def edited(trace: Path, place: Path, **fields: Any) -> Path:
 
 
 def record_in(trace: Path) -> dict[str, Any]:
-    """The record of events of a trace, to be edited."""
+    """Return the record of events of a trace, to be edited."""
     record: dict[str, Any] = json.loads(trace.read_text())["tierstore"]["events"]
     return record
 
 
-def test_the_recorded_run_stands_first(inspect: Inspect, recorded: tuple[Path, Stats]) -> None:
+def test_replay_prints_the_recorded_run_first(
+    inspect: Inspect, recorded: tuple[Path, Stats]
+) -> None:
     trace, stats = recorded
     first, *others = inspect.json("replay", trace)["runs"]
     assert first["name"] == "recorded"
@@ -78,9 +80,7 @@ def test_the_recorded_run_stands_first(inspect: Inspect, recorded: tuple[Path, S
     assert others[0]["ram"] == HALF
 
 
-def test_a_replay_is_what_the_planner_does_with_the_recorded_uses(
-    inspect: Inspect, trace: Path
-) -> None:
+def test_replay_equals_the_planner_on_the_recorded_uses(inspect: Inspect, trace: Path) -> None:
     run = inspect.json("replay", trace, "--ram", "600KB")["runs"][1]
     recorded = read_trace(trace)
     outcome = simulate(
@@ -96,7 +96,7 @@ def test_a_replay_is_what_the_planner_does_with_the_recorded_uses(
     assert run["late"] == outcome.late
 
 
-def test_policies_stand_side_by_side(inspect: Inspect, trace: Path) -> None:
+def test_replay_compares_policies(inspect: Inspect, trace: Path) -> None:
     options = "--policy", "next-use", "--policy", "lru", "--ram", f"{HALF}B", "--ram", f"{WHOLE}B"
     runs = inspect.json("replay", trace, *options)["runs"][1:]
     assert [(run["name"], run["ram"]) for run in runs] == [
@@ -110,7 +110,7 @@ def test_policies_stand_side_by_side(inspect: Inspect, trace: Path) -> None:
     assert runs[2]["read"] == runs[3]["read"] == WHOLE
 
 
-def test_a_device_can_be_tried(inspect: Inspect, trace: Path) -> None:
+def test_replay_with_a_device_counts_onloads(inspect: Inspect, trace: Path) -> None:
     run = inspect.json("replay", trace, "--ram", "10MB", "--device", f"{HALF}B")["runs"][1]
     assert run["device"] == HALF
     assert run["read"] == WHOLE
@@ -120,7 +120,7 @@ def test_a_device_can_be_tried(inspect: Inspect, trace: Path) -> None:
     assert "ONLOADED" not in inspect("replay", trace).stdout
 
 
-def test_the_table_is_for_people(inspect: Inspect, trace: Path) -> None:
+def test_replay_prints_a_table(inspect: Inspect, trace: Path) -> None:
     result = inspect("replay", trace, "--ram", "600KB", "--policy", "lru")
     assert result.exit_code == 0
     head, first, second, _, checked = (line.split() for line in result.stdout.splitlines())
@@ -133,7 +133,7 @@ def test_the_table_is_for_people(inspect: Inspect, trace: Path) -> None:
     assert result.stderr == ""
 
 
-def test_the_planner_is_compared_with_the_recorded_run(
+def test_replay_compares_the_planner_with_the_recorded_run(
     inspect: Inspect, trace: Path, tmp_path: Path
 ) -> None:
     count = len(record_in(trace)["handled"])
@@ -144,10 +144,10 @@ def test_the_planner_is_compared_with_the_recorded_run(
     number, followed = next((n, rows) for n, rows in enumerate(record["handled"]) if len(rows) > 1)
     del followed[1:]
     path = edited(trace, tmp_path / "edited.json", events=record)
-    told = inspect.json("replay", path)["events"]
-    assert (told["count"], told["agreed"]) == (count, number)
-    assert f"From event {number + 1} on" in told["problem"]
-    assert "it instructed nothing; now: Copy(" in told["problem"]
+    printed = inspect.json("replay", path)["events"]
+    assert (printed["count"], printed["agreed"]) == (count, number)
+    assert f"From event {number + 1} on" in printed["problem"]
+    assert "it instructed nothing; now: Copy(" in printed["problem"]
     result = inspect("replay", path)
     assert result.exit_code == 0
     assert f"same decisions at {number:,} of {count:,} events" in result.stdout
@@ -158,11 +158,11 @@ def test_the_planner_is_compared_with_the_recorded_run(
     ("fields", "problem"),
     [
         ({"dropped": 3}, "the record lacks its 3 oldest events"),
-        ({"policy": "fifo"}, "there is no policy 'fifo'"),
-        ({"tiers": []}, "no memory above something persistent"),
+        ({"policy": "fifo"}, "unknown policy 'fifo'"),
+        ({"tiers": []}, "memory above a persistent tier"),
     ],
 )
-def test_what_cannot_be_compared_is_told(
+def test_replay_incomparable_events_are_reported(
     inspect: Inspect, trace: Path, tmp_path: Path, fields: dict[str, Any], problem: str
 ) -> None:
     record = {**record_in(trace), "handled": [], **fields}
@@ -174,7 +174,7 @@ def test_what_cannot_be_compared_is_told(
     assert problem in inspect.json("replay", path)["events"]["problem"]
 
 
-def test_events_that_follow_from_nothing_are_told_and_harm_nothing(
+def test_replay_inconsistent_events_are_reported(
     inspect: Inspect, trace: Path, tmp_path: Path
 ) -> None:
     record = record_in(trace)
@@ -186,7 +186,7 @@ def test_events_that_follow_from_nothing_are_told_and_harm_nothing(
 
 
 @pytest.mark.parametrize("events", [None, "left out"])
-def test_a_trace_without_events_is_replayed_as_well(
+def test_replay_trace_without_events_works(
     inspect: Inspect, trace: Path, tmp_path: Path, events: str | None
 ) -> None:
     document = json.loads(trace.read_text())
@@ -195,15 +195,15 @@ def test_a_trace_without_events_is_replayed_as_well(
         del document["tierstore"]["events"]
     path = tmp_path / "old.json"
     path.write_text(json.dumps(document))
-    told = inspect.json("replay", path)
-    assert told["events"] is None
-    assert told["runs"] == inspect.json("replay", trace)["runs"]
+    printed = inspect.json("replay", path)
+    assert printed["events"] is None
+    assert printed["runs"] == inspect.json("replay", trace)["runs"]
     result = inspect("replay", path)
     assert (result.exit_code, result.stderr) == (0, "")
     assert "decisions" not in result.stdout
 
 
-def test_a_budget_below_a_group_is_told_beside_the_others(inspect: Inspect, trace: Path) -> None:
+def test_replay_budget_below_a_group_is_reported(inspect: Inspect, trace: Path) -> None:
     result = inspect("replay", trace, "--ram", "8KB", "--ram", "10MB")
     assert result.exit_code == 0
     assert "ram_budget" in result.stderr
@@ -214,21 +214,23 @@ def test_a_budget_below_a_group_is_told_beside_the_others(inspect: Inspect, trac
     assert (large["read"], large["problem"]) == (WHOLE, None)
 
 
-def test_a_trace_that_lost_events_says_so(inspect: Inspect, trace: Path, tmp_path: Path) -> None:
+def test_replay_trace_with_dropped_events_is_reported(
+    inspect: Inspect, trace: Path, tmp_path: Path
+) -> None:
     assert "not whole" not in inspect("replay", trace).stderr
     path = edited(trace, tmp_path / "cut.json", dropped=5)
     assert "5 oldest events" in inspect("replay", path).stderr
 
 
-def test_a_trace_without_uses_cannot_be_replayed(
+def test_replay_trace_without_uses_is_usage_error(
     inspect: Inspect, trace: Path, tmp_path: Path
 ) -> None:
     result = inspect("replay", edited(trace, tmp_path / "empty.json", uses=[]))
     assert result.exit_code == 2
-    assert "nothing to replay" in result.stderr
+    assert "no uses of groups to replay" in result.stderr
 
 
-def test_times_without_end_are_in_no_document(
+def test_replay_infinite_times_are_usage_error(
     inspect: Inspect, trace: Path, tmp_path: Path
 ) -> None:
     path = edited(trace, tmp_path / "slow.json", bandwidth={"DISK>HOST": 5e-324})
@@ -238,7 +240,7 @@ def test_times_without_end_are_in_no_document(
     assert "infinite" in result.stderr
 
 
-def test_replay_leaves_torch_alone(trace: Path) -> None:
+def test_replay_loads_no_torch(trace: Path) -> None:
     tell = "print('torch' in sys.modules, 'numpy' in sys.modules, file=sys.stderr)"
     run = start("replay", trace, "--ram", "600KB", "--json", after=tell)
     assert run.returncode == 0, run.stderr

@@ -1,4 +1,4 @@
-"""`ps` and `top`: what they say of services; and that a served directory can be looked into."""
+"""`ps` and `top`: their output, and inspecting a directory that is served."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def service(tmp_path: Path) -> Iterator[ThreadService]:
 
 @pytest.fixture
 def worker(service: ThreadService, tmp_path: Path) -> Iterator[TierStore]:
-    """A worker that has leased its only group."""
+    """Return a worker that has leased its only group."""
     checkpoint(tmp_path / "m.safetensors", groups=1)
     with service.connect() as store:
         store.register_checkpoint(tmp_path / "m.safetensors")
@@ -49,7 +49,7 @@ def worker(service: ThreadService, tmp_path: Path) -> Iterator[TierStore]:
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where this user's services are looked for: an empty directory with a short path."""
+    """Point the search for this user's services at an empty directory with a short path."""
     with tempfile.TemporaryDirectory(prefix="ts-") as directory:
         monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
         made = Path(directory) / "tierstore"
@@ -69,18 +69,18 @@ def row(waits: int = 0, waiting: float = 0.0, longest_lease: float = 0.0) -> Wor
 # ps ----------------------------------------------------------------------------------------------
 
 
-def test_ps_tells_of_a_service_and_its_workers(
+def test_ps_describes_a_service_and_its_workers(
     service: ThreadService, worker: TierStore, inspect: Inspect
 ) -> None:
-    (told,) = inspect.json("ps", service.socket)["services"]
-    assert told["directory"] == str(service.directory)
-    assert told["socket"] == service.socket
-    assert told["pid"] == os.getpid()
-    assert told["tiers"]["HOST"]["budget"] == 4 * MIB + 65536
-    assert told["tiers"]["HOST"]["used"] >= MIB
-    assert told["bytes_read"] >= MIB
-    assert told["groups"] == 1
-    (one,) = told["workers"]
+    (printed,) = inspect.json("ps", service.socket)["services"]
+    assert printed["directory"] == str(service.directory)
+    assert printed["socket"] == service.socket
+    assert printed["pid"] == os.getpid()
+    assert printed["tiers"]["HOST"]["budget"] == 4 * MIB + 65536
+    assert printed["tiers"]["HOST"]["used"] >= MIB
+    assert printed["bytes_read"] >= MIB
+    assert printed["groups"] == 1
+    (one,) = printed["workers"]
     assert one["pid"] == os.getpid()
     assert one["groups"] == 1
     assert one["granted"] >= 1
@@ -104,7 +104,7 @@ def test_ps_draws_a_table_and_a_summary(
     assert not result.stderr
 
 
-def test_ps_finds_all_services_and_names_what_is_stale(
+def test_ps_finds_all_services_and_names_stale_sockets(
     runtime: Path, service: ThreadService, inspect: Inspect
 ) -> None:
     os.link(service.socket, runtime / "live.sock")
@@ -115,11 +115,11 @@ def test_ps_finds_all_services_and_names_what_is_stale(
     assert f" at {runtime / 'live.sock'}, since " in result.stdout
     assert str(runtime / "killed.sock") in result.stderr
     assert "killed.sock" not in result.stdout
-    (told,) = inspect.json("ps")["services"]
-    assert told["socket"] == str(runtime / "live.sock")
+    (printed,) = inspect.json("ps")["services"]
+    assert printed["socket"] == str(runtime / "live.sock")
 
 
-def test_ps_of_no_service_says_so(runtime: Path, inspect: Inspect) -> None:
+def test_ps_without_a_service_explains_how_to_start_one(runtime: Path, inspect: Inspect) -> None:
     result = inspect("ps")
     assert result.exit_code == 0
     assert "tierstore-serve DIR --ram SIZE" in result.stderr
@@ -139,10 +139,10 @@ def test_ps_takes_the_directory_that_is_served(
 
 
 @pytest.mark.parametrize("name", ["ps", "top"])
-def test_what_is_no_service_is_told(name: str, tmp_path: Path, inspect: Inspect) -> None:
+def test_ps_path_not_a_service_fails(name: str, tmp_path: Path, inspect: Inspect) -> None:
     result = inspect(name, tmp_path / "missing")
     assert result.exit_code == 2
-    assert "neither a socket nor a directory" in result.stderr
+    assert "neither a socket nor a served directory" in result.stderr
     (tmp_path / "file").touch()
     result = inspect(name, tmp_path / "file")
     assert result.exit_code == 1
@@ -154,17 +154,21 @@ def test_what_is_no_service_is_told(name: str, tmp_path: Path, inspect: Inspect)
     [
         (row(longest_lease=31), row(waits=1, waiting=2.0), True),
         (row(longest_lease=29), row(waits=1, waiting=2.0), False),
-        (row(longest_lease=31), row(waits=1, waiting=0.1), False),  # for the disk, likely
+        (row(longest_lease=31), row(waits=1, waiting=0.1), False),  # probably waits for the disk
         (row(longest_lease=31), row(), False),
         (row(waits=1, waiting=40.0, longest_lease=31), row(), False),  # it waits itself
     ],
 )
-def test_who_holds_others_up_is_marked(holder: WorkerRow, waiter: WorkerRow, marked: bool) -> None:
-    told = service_row(report(holder, waiter))["workers"]
-    assert [worker["holds_up"] for worker in told] == [marked, False]
+def test_ps_marks_workers_that_hold_others_up(
+    holder: WorkerRow, waiter: WorkerRow, marked: bool
+) -> None:
+    printed = service_row(report(holder, waiter))["workers"]
+    assert [worker["holds_up"] for worker in printed] == [marked, False]
 
 
-def test_names_cannot_steer_the_terminal(service: ThreadService, inspect: Inspect) -> None:
+def test_service_names_with_control_characters_are_escaped(
+    service: ThreadService, inspect: Inspect
+) -> None:
     with named_worker(service):
         for words in (("ps", service.socket), ("top", service.socket, "--once")):
             shown = inspect(*words, *(("--interval", 0.05) if words[0] == "top" else ())).stdout
@@ -179,7 +183,7 @@ def named_worker(service: ThreadService) -> Iterator[None]:
 
     with socket.socket(socket.AF_UNIX) as raw:
         raw.connect(service.socket)
-        raw.sendall(Outgoing().encoded(Hello(VERSION, EVIL)))
+        raw.sendall(Outgoing().encode(Hello(VERSION, EVIL)))
         wait_until(lambda: any(c.name for c in service.server.connections.values()))
         yield
 
@@ -187,16 +191,16 @@ def named_worker(service: ThreadService) -> Iterator[None]:
 # top ---------------------------------------------------------------------------------------------
 
 
-def test_top_shows_what_happens_between_two_looks(
+def test_top_shows_the_change_between_two_samples(
     service: ThreadService, worker: TierStore, inspect: Inspect
 ) -> None:
-    (told,) = inspect.json("top", service.socket, "--interval", 0.05)["pictures"]
-    assert told["seconds"] >= 0.05
-    assert told["tiers"]["HOST"]["budget"] == 4 * MIB + 65536
-    assert told["bytes_per_second"] == {"DISK>HOST": 0, "HOST>DISK": 0}
-    (one,) = told["workers"]
+    (printed,) = inspect.json("top", service.socket, "--interval", 0.05)["pictures"]
+    assert printed["seconds"] >= 0.05
+    assert printed["tiers"]["HOST"]["budget"] == 4 * MIB + 65536
+    assert printed["bytes_per_second"] == {"DISK>HOST": 0, "HOST>DISK": 0}
+    (one,) = printed["workers"]
     assert one["pid"] == str(os.getpid())
-    assert one["hits_per_second"] == one["acquires_per_second"] == told["hits_per_second"] == 0
+    assert one["hits_per_second"] == one["acquires_per_second"] == printed["hits_per_second"] == 0
     result = inspect("top", service.socket, "--once", "--interval", 0.05)
     assert result.exit_code == 0
     for text in ("HOST", "4.3 MB", "no limit", "DISK>HOST 0 B/s", "hits 0.0 of 0.0 leases/s"):
@@ -204,14 +208,14 @@ def test_top_shows_what_happens_between_two_looks(
     assert not result.stderr
 
 
-def test_rates_are_differences(tmp_path: Path) -> None:
+def test_top_rates_are_differences(tmp_path: Path) -> None:
     before = Sample("a", 1.0, moved={"DISK>HOST": 100}, acquires={"hit": 1, "late": 0, "miss": 5})
     after = Sample("a", 3.0, moved={"DISK>HOST": 300}, acquires={"hit": 5, "late": 2, "miss": 5})
-    told = rates(before, after)
-    assert told["seconds"] == 2
-    assert told["bytes_per_second"] == {"DISK>HOST": 100}
-    assert told["hits_per_second"] == 2
-    assert told["acquires_per_second"] == 3
+    printed = rates(before, after)
+    assert printed["seconds"] == 2
+    assert printed["bytes_per_second"] == {"DISK>HOST": 100}
+    assert printed["hits_per_second"] == 2
+    assert printed["acquires_per_second"] == 3
     again = rates(after, Sample("a", 4.0, moved={"DISK>HOST": 10}))
     assert again["bytes_per_second"] == {"DISK>HOST": 0}, "it was started again"
     first = rates(None, after)
@@ -223,15 +227,15 @@ def test_top_reads_the_metrics_of_a_process(tmp_path: Path, inspect: Inspect) ->
     checkpoint(tmp_path / "m.safetensors", groups=2)
     with TierStore(4 * MIB, tmp_path / "own", device="cpu") as store:
         store.register_checkpoint(tmp_path / "m.safetensors")
-        # Both, so that none of them is fetched early while one looks.
+        # Lease both, so that neither is fetched early between the samples.
         with store.acquire("w0"), store.acquire("w1"), serving_metrics(store) as url:
-            (told,) = inspect.json("top", url, "--interval", 0.05)["pictures"]
+            (printed,) = inspect.json("top", url, "--interval", 0.05)["pictures"]
             shown = inspect("top", url, "--once", "--interval", 0.05).stdout
-    assert told["name"] == f"mine at {url}"
-    assert told["tiers"]["HOST"] == {"used": store.stats().used_bytes["HOST"], "budget": 4 * MIB}
-    assert told["bytes_per_second"]["DISK>HOST"] == 0
-    assert told["hits_per_second"] == 0
-    assert told["workers"] == []
+    assert printed["name"] == f"mine at {url}"
+    assert printed["tiers"]["HOST"] == {"used": store.stats().used_bytes["HOST"], "budget": 4 * MIB}
+    assert printed["bytes_per_second"]["DISK>HOST"] == 0
+    assert printed["hits_per_second"] == 0
+    assert printed["workers"] == []
     assert f"mine at {url}" in shown and "DISK>HOST 0 B/s" in shown
 
 
@@ -263,7 +267,7 @@ tierstore_worker_leases_total{worker="8",name="x",met="miss"} 4.0
 """
 
 
-def test_the_metrics_of_a_service_tell_of_its_workers() -> None:
+def test_top_reads_workers_from_service_metrics() -> None:
     (look,) = samples_in(PAGE, "http://x")
     assert look.tiers == {"HOST": (10, 20)}
     (worker,) = look.workers.values()
@@ -274,12 +278,12 @@ def test_the_metrics_of_a_service_tell_of_its_workers() -> None:
 @pytest.mark.parametrize(
     "text", ["", "up 1.0\n", "{", "tierstore_used_bytes 1.0\n", "<html></html>", "a{b\n"]
 )
-def test_what_is_no_page_of_a_store_is_told(text: str) -> None:
-    with pytest.raises(Failure, match="cannot be looked at"):
+def test_top_page_not_of_a_store_raises(text: str) -> None:
+    with pytest.raises(Failure, match="cannot be read"):
         samples_in(text, "http://x")
 
 
-def test_top_goes_on_until_it_is_interrupted(service: ThreadService) -> None:
+def test_top_runs_until_it_is_interrupted(service: ThreadService) -> None:
     run = [*command(["top", service.socket, "--interval", 0.05])]
     with subprocess.Popen(
         run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
@@ -294,7 +298,7 @@ def test_top_goes_on_until_it_is_interrupted(service: ThreadService) -> None:
         assert process.stderr.read() == ""
 
 
-def test_top_draws_over_its_picture_on_a_terminal_and_outlives_the_service(
+def test_top_redraws_on_a_terminal_and_outlives_the_service(
     service: ThreadService,
 ) -> None:
     ours, its = os.openpty()
@@ -304,7 +308,7 @@ def test_top_draws_over_its_picture_on_a_terminal_and_outlives_the_service(
     try:
         shown = read_until(ours, str(service.directory))
         os.rename(service.socket, service.socket + "-")
-        shown += read_until(ours, "looking again")
+        shown += read_until(ours, "retrying")
         os.rename(service.socket + "-", service.socket)
         shown += read_until(ours, "DISK>HOST")
         process.send_signal(signal.SIGINT)
@@ -324,11 +328,11 @@ def read_until(descriptor: int, text: str) -> str:
     return shown
 
 
-# How they start ----------------------------------------------------------------------------------
+# Starting ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words", [("ps",), ("top", "--once", "--interval", "0.05")])
-def test_neither_loads_torch(words: tuple[str, ...], service: ThreadService) -> None:
+def test_ps_and_top_load_no_torch(words: tuple[str, ...], service: ThreadService) -> None:
     names = ("torch", "numpy", "tierstore.plan", "tierstore.store")
     tell = f"print([name for name in {names!r} if name in sys.modules], file=sys.stderr)"
     run = start(words[0], service.socket, *words[1:], after=tell)
@@ -344,7 +348,7 @@ def test_neither_loads_torch(words: tuple[str, ...], service: ThreadService) -> 
         (["top", "http://127.0.0.1:1/metrics"], "prometheus_client", "metrics"),
     ],
 )
-def test_a_missing_package_is_named(words: list[str], module: str, extra: str) -> None:
+def test_missing_package_is_named(words: list[str], module: str, extra: str) -> None:
     run = start(*words, before=f"import sys; sys.modules[{module!r}] = None")
     assert run.returncode == 2
     assert f"pip install 'tierstore[{extra}]'" in run.stderr

@@ -1,4 +1,4 @@
-"""How the command starts and ends as a process of its own."""
+"""The command as a separate process: imports, exit codes and interrupts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tests.cli.conftest import command, environment, start
 from tests.helpers.files import object_file
 
 NAMES = "torch", "numpy", "rich", "tierstore.plan", "tierstore.store"
-TELL = f"print([name for name in {NAMES!r} if name in sys.modules], file=sys.stderr)"
+PRINT_LOADED = f"print([name for name in {NAMES!r} if name in sys.modules], file=sys.stderr)"
 
 
 def test_ls_loads_next_to_nothing(store: Path) -> None:
-    run = start("ls", store, "--json", after=TELL)
+    run = start("ls", store, "--json", after=PRINT_LOADED)
     assert json.loads(run.stdout)["group_count"] == 3
     assert run.stderr == "[]\n"
-    assert start("ls", store, after=TELL).stderr == "[]\n"
+    assert start("ls", store, after=PRINT_LOADED).stderr == "[]\n"
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_ls_loads_next_to_nothing(store: Path) -> None:
     ],
 )
 def test_no_command_loads_torch(store: Path, words: tuple[str, ...]) -> None:
-    run = start(*(store if word == "DIR" else word for word in words), after=TELL)
+    run = start(*(store if word == "DIR" else word for word in words), after=PRINT_LOADED)
     assert run.returncode == 0, run.stderr
     assert run.stderr.splitlines()[-1] == "[]"
 
@@ -50,13 +50,13 @@ def test_no_command_loads_torch(store: Path, words: tuple[str, ...]) -> None:
         (("rm", "DIR", "c", "-y"), 4),
     ],
 )
-def test_exit_codes_of_the_process(store: Path, words: tuple[str, ...], code: int) -> None:
+def test_process_exit_codes_are_right(store: Path, words: tuple[str, ...], code: int) -> None:
     object_file(store, "a").write_bytes(b"")
     run = start(*(word.replace("DIR", str(store)) for word in words))
     assert run.returncode == code, run.stderr
 
 
-def test_a_failure_nobody_thought_of_exits_with_1(store: Path) -> None:
+def test_unexpected_error_exits_with_1(store: Path) -> None:
     before = (
         "import tierstore.cli.list_commands as listing\n"
         "def fail(_): raise RuntimeError\n"
@@ -67,7 +67,7 @@ def test_a_failure_nobody_thought_of_exits_with_1(store: Path) -> None:
     assert "RuntimeError" in run.stderr
 
 
-def test_a_reader_that_goes_away_is_no_failure_to_tell_of(store: Path) -> None:
+def test_closed_output_pipe_prints_no_traceback(store: Path) -> None:
     process = subprocess.Popen(
         command(["ls", store], "import time; time.sleep(0.3)"),
         stdout=subprocess.PIPE,
@@ -82,7 +82,7 @@ def test_a_reader_that_goes_away_is_no_failure_to_tell_of(store: Path) -> None:
     process.stderr.close()
 
 
-def test_the_version_is_told_without_a_directory() -> None:
+def test_version_needs_no_directory() -> None:
     run = start("--version")
     assert run.returncode == 0
     assert run.stdout.startswith("tierstore-inspect ")

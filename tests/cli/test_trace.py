@@ -23,7 +23,7 @@ from tierstore.observe.trace_writer import save
 
 @dataclass(frozen=True)
 class Run:
-    """A store's trace, and what the store said then."""
+    """A store's trace, and its statistics at that time."""
 
     path: Path
     stats: Stats
@@ -45,13 +45,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(directory / "run.json", stats)
 
 
-def test_the_table_tells_what_the_store_said(run: Run, inspect: Inspect) -> None:
+def test_trace_table_matches_the_store_statistics(run: Run, inspect: Inspect) -> None:
     result = inspect("trace", run.path)
     assert result.exit_code == 0, result.output
     lines = [line.split() for line in result.stdout.splitlines()]
     stats = run.stats
-    told = [str(stats.hits), "hit,", str(stats.late), "late,", str(stats.misses), "missed"]
-    assert ["acquires", *told] in lines
+    printed = [str(stats.hits), "hit,", str(stats.late), "late,", str(stats.misses), "missed"]
+    assert ["acquires", *printed] in lines
     assert ["uses", "24", "uses", "of", "12", "groups"] in lines
     assert ["overlap", f"{stats.overlap:.1%}"] in lines
     assert lines[3][:3] == ["stalled", f"{stats.stalled_seconds:.3f}", "s,"]
@@ -64,7 +64,7 @@ def test_the_table_tells_what_the_store_said(run: Run, inspect: Inspect) -> None
     assert all(line[0].startswith("layer/") for line in lines[waited + 1 :])
 
 
-def test_the_document_tells_the_same_in_raw_numbers(run: Run, inspect: Inspect) -> None:
+def test_trace_document_has_the_same_raw_numbers(run: Run, inspect: Inspect) -> None:
     document = inspect.json("trace", run.path)
     stats = run.stats
     assert document["trace"] == str(run.path)
@@ -90,12 +90,12 @@ def test_the_document_tells_the_same_in_raw_numbers(run: Run, inspect: Inspect) 
 
 
 def slices_of(kind: str, *times: tuple[float, float], **args: object) -> list[TraceSlice]:
-    """Slices of a kind that begin and last so long."""
+    """Return slices of a kind with these begins and durations."""
     return [TraceSlice(kind, kind, "key", start, seconds, args) for start, seconds in times]
 
 
 def with_slices(run: Run, path: Path, slices: list[TraceSlice]) -> Path:
-    """The trace of the run with these slices beside its own, in a file of its own."""
+    """Write the trace of the run with additional slices to a separate file."""
     document = load(run.path)
     events = document["traceEvents"]
     known = next(event for event in events if event["ph"] == "X")
@@ -112,7 +112,7 @@ def with_slices(run: Run, path: Path, slices: list[TraceSlice]) -> Path:
     return path
 
 
-def test_passes_are_told_by_model_with_what_was_waited_meanwhile(
+def test_trace_prints_passes_by_model_with_their_stalls(
     run: Run, inspect: Inspect, tmp_path: Path
 ) -> None:
     document = load(run.path)
@@ -129,8 +129,8 @@ def test_passes_are_told_by_model_with_what_was_waited_meanwhile(
     document["traceEvents"][-1] |= {"tid": track["tid"], "name": "key", "args": {}}
     save(document, tmp_path / "bare.json")
     path = with_slices(Run(tmp_path / "bare.json", run.stats), tmp_path / "run.json", slices)
-    told = inspect.json("trace", path)["passes"]
-    assert told == [
+    printed = inspect.json("trace", path)["passes"]
+    assert printed == [
         {
             "model": "pipe/vae",
             "does": "decode",
@@ -138,7 +138,7 @@ def test_passes_are_told_by_model_with_what_was_waited_meanwhile(
             "seconds": pytest.approx(7.0),
             "median": pytest.approx(2.0),
             "longest": pytest.approx(4.0),
-            "stalled_seconds": pytest.approx(0.5 + 1.0 + 0.5),  # as far as it was in a pass
+            "stalled_seconds": pytest.approx(0.5 + 1.0 + 0.5),  # only the part in a pass
         },
         {
             "model": "pipe/unet",
@@ -154,20 +154,20 @@ def test_passes_are_told_by_model_with_what_was_waited_meanwhile(
     assert ["pipe/vae", "decode", "3", "2.000", "s", "4.000", "s", "2.000", "s"] in lines
 
 
-def test_a_trace_that_is_not_whole_says_so(run: Run, inspect: Inspect, tmp_path: Path) -> None:
+def test_trace_with_dropped_events_is_reported(run: Run, inspect: Inspect, tmp_path: Path) -> None:
     document = load(run.path)
     document["tierstore"]["dropped"] = 3
     save(document, tmp_path / "run.json")
     result = inspect("trace", tmp_path / "run.json")
     assert result.exit_code == 0
-    assert "3 older events were forgotten" in result.stderr
+    assert "3 older events were dropped" in result.stderr
     assert "forgotten" not in inspect("trace", run.path).output
 
 
-def test_a_tier_without_a_recorded_peak_has_none(
+def test_trace_tier_without_a_recorded_peak_shows_none(
     run: Run, inspect: Inspect, tmp_path: Path
 ) -> None:
-    """As in a trace whose budgets were edited, to replay it."""
+    """This happens in a trace whose budgets were edited for a replay."""
     document = load(run.path)
     document["tierstore"]["budgets"]["DEVICE"] = 8 * PAGE
     path = tmp_path / "run.json"
@@ -180,7 +180,9 @@ def test_a_tier_without_a_recorded_peak_has_none(
 
 
 @pytest.mark.parametrize("content", ["", "{}", '{"traceEvents": []}', "[1, 2]"])
-def test_what_is_no_trace_is_wrong_usage(content: str, inspect: Inspect, tmp_path: Path) -> None:
+def test_trace_file_not_a_trace_is_usage_error(
+    content: str, inspect: Inspect, tmp_path: Path
+) -> None:
     (tmp_path / "run.json").write_text(content)
     result = inspect("trace", tmp_path / "run.json")
     assert result.exit_code == 2
@@ -189,7 +191,7 @@ def test_what_is_no_trace_is_wrong_usage(content: str, inspect: Inspect, tmp_pat
     assert result.stdout == ""
 
 
-def test_a_missing_file_is_a_failure(inspect: Inspect, tmp_path: Path) -> None:
+def test_trace_missing_file_exits_1(inspect: Inspect, tmp_path: Path) -> None:
     result = inspect("trace", tmp_path / "run.json")
     assert result.exit_code == 1
     assert "No such file" in result.stderr
@@ -199,7 +201,7 @@ def test_a_missing_file_is_a_failure(inspect: Inspect, tmp_path: Path) -> None:
 
 
 def colours(path: Path) -> set[str]:
-    """Every colour in a picture, as `#rrggbb`."""
+    """Return every colour in a picture, as `#rrggbb`."""
     assert path.read_bytes().startswith(b"\x89PNG")
     picture = np.rint(imread(path)[..., :3] * 255).astype(np.uint8)
     return {f"#{r:02x}{g:02x}{b:02x}" for r, g, b in np.unique(picture.reshape(-1, 3), axis=0)}
@@ -209,15 +211,15 @@ STALL, COMPUTE, READ, WRITE, ONLOAD = "#d55e00", "#999999", "#009e73", "#cc79a7"
 USED, BUDGET = "#0072b2", "#222222"
 
 
-@pytest.mark.full("draws; what is drawn is tested as text")
-def test_the_picture_shows_every_kind_of_event(run: Run, inspect: Inspect, tmp_path: Path) -> None:
+@pytest.mark.full("draws; the same content is tested as text")
+def test_picture_shows_every_kind_of_event(run: Run, inspect: Inspect, tmp_path: Path) -> None:
     result = inspect("trace", run.path, "--png", tmp_path / "run.png")
     assert result.exit_code == 0, result.output
     assert "overlap" in result.stdout
     assert colours(tmp_path / "run.png") >= {STALL, COMPUTE, READ, WRITE, USED, BUDGET}
 
 
-def test_the_picture_shows_nothing_that_did_not_happen(
+def test_picture_shows_no_event_that_did_not_happen(
     run: Run, inspect: Inspect, tmp_path: Path
 ) -> None:
     document = load(run.path)
@@ -233,7 +235,7 @@ def test_the_picture_shows_nothing_that_did_not_happen(
     assert not shown & {WRITE, STALL}
 
 
-def test_an_empty_trace_can_be_drawn(inspect: Inspect, tmp_path: Path) -> None:
+def test_picture_of_an_empty_trace_is_drawn(inspect: Inspect, tmp_path: Path) -> None:
     with open_store(tmp_path / "store") as store:
         store.trace(tmp_path / "run.json")
     result = inspect("trace", tmp_path / "run.json", "--png", tmp_path / "run.png")
@@ -247,14 +249,14 @@ PALE, MODEL = picture.pale(STALL), "#c6d4ee"
 
 
 def coloured(path: Path, colour: str) -> int:
-    """How many pixels of a picture have this colour."""
+    """Return how many pixels of a picture have this colour."""
     picture = np.rint(imread(path)[..., :3] * 255).astype(np.uint8)
     wanted = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return int((picture == wanted).all(axis=-1).sum())
 
 
 @pytest.mark.full("draws a long run")
-def test_a_stall_of_an_instant_is_seen_in_a_long_run(
+def test_picture_shows_a_short_stall_in_a_long_run(
     run: Run, inspect: Inspect, tmp_path: Path
 ) -> None:
     """20 ms of half a minute, drawn to scale, would be less than a pixel wide."""
@@ -278,7 +280,7 @@ def test_a_stall_of_an_instant_is_seen_in_a_long_run(
     assert coloured(tmp_path / "long.png", STALL) > 50 * coloured(tmp_path / "short.png", STALL)
 
 
-def test_shares_of_the_waiting_add_up_and_count_nobody_twice() -> None:
+def test_picture_stall_shares_add_up_without_double_counting() -> None:
     waits = slices_of("stall", (0.5, 1.0), (0.75, 0.5), (1.25, 0.5), (3.5, 9.0))
     assert picture.shares_of(waits, 4.0, 4) == pytest.approx([0.5, 0.75, 0.0, 0.5])
     many = slices_of("stall", *((i / 7, 0.02) for i in range(60)))
@@ -287,16 +289,14 @@ def test_shares_of_the_waiting_add_up_and_count_nobody_twice() -> None:
     assert picture.shares_of(waits, 0.0, 4) == [0.0] * 4
 
 
-def test_a_picture_that_cannot_be_written_is_a_failure(
-    run: Run, inspect: Inspect, tmp_path: Path
-) -> None:
+def test_picture_path_not_writable_exits_1(run: Run, inspect: Inspect, tmp_path: Path) -> None:
     result = inspect("trace", run.path, "--png", tmp_path / "missing" / "run.png")
     assert result.exit_code == 1
     assert "run.png" in result.stderr
     assert result.stdout == ""
 
 
-def test_a_picture_that_fails_leaves_the_one_that_is_there(
+def test_picture_failure_keeps_the_existing_file(
     run: Run, inspect: Inspect, tmp_path: Path
 ) -> None:
     picture = tmp_path / "run.png"
@@ -309,11 +309,11 @@ def test_a_picture_that_fails_leaves_the_one_that_is_there(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_it_says_what_to_install(run: Run, tmp_path: Path) -> None:
+def test_picture_without_matplotlib_names_the_extra(run: Run, tmp_path: Path) -> None:
     without = "sys.modules['matplotlib'] = None"
     drawn = start("trace", run.path, "--png", tmp_path / "run.png", before=without)
     assert drawn.returncode == 1
     assert "pip install 'tierstore[plot]'" in drawn.stderr
-    told = start("trace", run.path, "--json", before=without)
-    assert told.returncode == 0
-    assert json.loads(told.stdout)["overlap"] == run.stats.overlap
+    printed = start("trace", run.path, "--json", before=without)
+    assert printed.returncode == 0
+    assert json.loads(printed.stdout)["overlap"] == run.stats.overlap

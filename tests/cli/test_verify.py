@@ -24,7 +24,7 @@ from tierstore.system.objects import object_name
 from tierstore.tiers.directory import ObjectDirectory
 
 
-def test_a_whole_store_passes(store: Path, inspect: Inspect) -> None:
+def test_verify_undamaged_store_passes(store: Path, inspect: Inspect) -> None:
     for options in ([], ["--data"]):
         result = inspect("verify", store, *options)
         assert result.exit_code == 0
@@ -40,7 +40,7 @@ def data_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize("where", ["first", "middle", "last"])
-def test_a_flipped_bit_in_the_data_is_found_by_reading_it(
+def test_verify_data_finds_a_flipped_bit_in_the_data(
     store: Path, inspect: Inspect, where: str
 ) -> None:
     path = object_file(store, "b")
@@ -64,7 +64,7 @@ def test_a_flipped_bit_in_the_data_is_found_by_reading_it(
     assert result.stdout.endswith("3 groups: 1 damaged\n")
 
 
-def test_a_flipped_bit_anywhere_in_the_header_is_found(store: Path) -> None:
+def test_verify_finds_a_flipped_bit_anywhere_in_the_header(store: Path) -> None:
     path = object_file(store, "b")
     assert not survey(str(store)).damaged
     for offset in range(0, data_of(path), 13):
@@ -88,7 +88,7 @@ DAMAGES = [truncate, extend, empty, cut_header, flip_header, replace_by_another]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_structural_damage_is_found_at_once(
+def test_verify_finds_structural_damage(
     store: Path, inspect: Inspect, damage: Callable[[Path, Path], None]
 ) -> None:
     assert inspect("verify", store).exit_code == 0
@@ -107,7 +107,7 @@ def test_structural_damage_is_found_at_once(
     assert "1 damaged" in inspect("ls", store).stdout
 
 
-def test_a_renamed_file_is_damage(store: Path, inspect: Inspect) -> None:
+def test_verify_renamed_file_is_damage(store: Path, inspect: Inspect) -> None:
     shutil.move(
         object_file(store, "b"), object_file(store, "b").with_name("b" * 32 + ".safetensors")
     )
@@ -117,12 +117,12 @@ def test_a_renamed_file_is_damage(store: Path, inspect: Inspect) -> None:
     assert problem["found"].endswith(f"{'b' * 32}.safetensors")
 
 
-# Meanwhile ---------------------------------------------------------------------------------------
+# Concurrent changes ------------------------------------------------------------------------------
 
 
 @contextmanager
 def meanwhile(store: Path, happens: Callable[[], object]) -> Iterator[None]:
-    """It happens just before the data of the first group are read."""
+    """Run `happens` just before the data of the first group are read."""
     done: list[bool] = []
 
     def act(path: object, *_: object) -> None:
@@ -135,12 +135,12 @@ def meanwhile(store: Path, happens: Callable[[], object]) -> Iterator[None]:
     assert done
 
 
-def test_a_group_that_is_replaced_meanwhile_is_looked_at_again(
+def test_verify_group_replaced_meanwhile_is_checked_again(
     store: Path, inspect: Inspect, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with meanwhile(store, lambda: put_all(store, version=1)):
         assert inspect.json("verify", store, "--data")["problems"] == []
-    # Without looking again, the new bytes are taken for damaged old ones.
+    # Without a second check, the new bytes are taken for damaged old ones.
     stale = {group.key: group for group in survey(str(store)).groups}
     monkeypatch.setattr(checksums, "find_group", lambda _, key: stale[key])
     with meanwhile(store, lambda: put_all(store, version=2)):
@@ -154,12 +154,12 @@ def put_all(store: Path, version: int) -> None:
     directory.close()
 
 
-def test_a_group_that_is_removed_meanwhile_is_no_damage(store: Path, inspect: Inspect) -> None:
+def test_verify_group_removed_meanwhile_is_no_damage(store: Path, inspect: Inspect) -> None:
     with meanwhile(store, lambda: shutil.rmtree(store / "objects")):
         assert inspect.json("verify", store, "--data")["problems"] == []
 
 
-def test_an_error_of_the_disk_is_reported_but_is_no_damage(store: Path, inspect: Inspect) -> None:
+def test_verify_disk_error_is_unreadable_not_damaged(store: Path, inspect: Inspect) -> None:
     with system_call("preadv", fails_with=errno.EIO):
         problems = inspect.json("verify", store, "--data", code=3)["problems"]
         assert [problem["state"] for problem in problems] == ["unreadable"] * 3
@@ -169,19 +169,19 @@ def test_an_error_of_the_disk_is_reported_but_is_no_damage(store: Path, inspect:
     assert result.stdout.endswith("3 groups: 1 damaged, 2 unreadable\n")
 
 
-# How it reads ------------------------------------------------------------------------------------
+# Reading -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def large(disk_dir: Path) -> Path:
-    """A store with a group of 40 MiB and a few odd bytes."""
+    """Return a store with a group of 40 MiB and a few odd bytes."""
     directory = ObjectDirectory(disk_dir)
     put(directory, "large", float_block("a", 10 << 20), float_block("b", 7), float_block("c", 9))
     directory.close()
     return disk_dir
 
 
-def test_blocks_that_span_several_reads_are_checked(large: Path, inspect: Inspect) -> None:
+def test_verify_checks_blocks_that_span_several_reads(large: Path, inspect: Inspect) -> None:
     assert inspect("verify", large, "--data").exit_code == 0
     path = object_file(large, "large")
     for offset in (data_of(path) + (8 << 20), data_of(path) + (40 << 20) - 1):
@@ -191,7 +191,7 @@ def test_blocks_that_span_several_reads_are_checked(large: Path, inspect: Inspec
         flip_bit(path, offset)
 
 
-def test_memory_is_bounded(large: Path) -> None:
+def test_verify_memory_is_bounded(large: Path) -> None:
     tell = (
         "print([line.split()[1] for line in open('/proc/self/status') if 'VmHWM' in line][0],"
         "file=sys.stderr)"
@@ -208,11 +208,11 @@ def test_memory_is_bounded(large: Path) -> None:
     assert peak("--data", before=whole) - usual > 16 << 20
 
 
-AT_ONCE = "import tierstore.progress as progress; progress.QUIET_SECONDS = 0"
-"""Otherwise a bar is drawn where it takes over two seconds."""
+AT_ONCE = "import tierstore.progress as progress; progress.DELAY_SECONDS = 0"
+"""Otherwise a bar is drawn only after two seconds."""
 
 
-def test_a_bar_is_drawn_on_a_terminal_only(large: Path) -> None:
+def test_verify_progress_bar_is_drawn_on_a_terminal_only(large: Path) -> None:
     shown = on_terminal("verify", large, "--data", before=AT_ONCE, COLUMNS="100")
     assert shown.exit_code == 0
     assert "Reading" in shown.output
@@ -223,7 +223,7 @@ def test_a_bar_is_drawn_on_a_terminal_only(large: Path) -> None:
     assert run.stderr.startswith("Read 40.0 MiB in ")
 
 
-def test_the_bar_stays_out_of_the_data(large: Path, tmp_path: Path) -> None:
+def test_verify_progress_bar_stays_out_of_the_data(large: Path, tmp_path: Path) -> None:
     to_file = f"import os; os.dup2(os.open({str(tmp_path / 'out')!r}, os.O_WRONLY | os.O_CREAT), 1)"
     shown = on_terminal("verify", large, "--data", "--json", before=f"{AT_ONCE}; {to_file}")
     assert "Reading" in shown.output

@@ -1,4 +1,4 @@
-"""A tier of somebody else's: below the disk, a dict in memory that answers after a while."""
+"""A third-party tier: below the disk, a dict in memory that answers after a delay."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Archive:
         return entry.group in self.copies
 
     def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
-        """A dict has room."""
+        """Reserve no memory: a dict grows."""
 
     def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
         offsets = {tensor.name: tensor.offset for tensor in entry.spec.tensors}
@@ -50,7 +50,7 @@ class Archive:
 
 
 class ToArchive:
-    """Reads groups from disk, and keeps them."""
+    """Reads groups from disk into the archive."""
 
     src, dst, times = Tier.DISK, Archive.tier, None
 
@@ -66,7 +66,7 @@ class ToArchive:
 
 
 class FromArchive:
-    """Writes groups to disk again."""
+    """Writes groups from the archive back to disk."""
 
     src, dst, times = Archive.tier, Tier.DISK, None
 
@@ -80,6 +80,6 @@ class FromArchive:
 
 
 def archive(tiers: StoreTiers) -> tuple[TierDriver, list[Hop]]:
-    """The tier, for `Settings.extra_tiers`."""
+    """Return the tier, for `Settings.extra_tiers`."""
     driver, workers = Archive(), Workers(1, "archive")
     return driver, [ToArchive(tiers, driver, workers), FromArchive(tiers, driver, workers)]

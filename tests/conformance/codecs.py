@@ -1,7 +1,8 @@
-"""What every codec must do. Subclass `CodecConformance`, give it examples, and run pytest.
+"""Conformance tests for codecs. Subclass `CodecConformance`, give it examples, and run pytest.
 
 class TestMyCodec(CodecConformance):
     codec = MyCodec()
+
     def examples(self):
         return [my_tensor(), nn.Parameter(my_tensor())]
 """
@@ -20,32 +21,35 @@ BUDGET = 1 << 20
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor of any kind is, as an ordinary one."""
+    """Return the value of a tensor of any kind as an ordinary tensor."""
     return tensor.detach() + 0
 
 
 class CodecConformance(ABC):
-    """Examples are on the CPU, and of numbers that are neither all zero nor all one."""
+    """Tests for one codec.
+
+    Examples are on the CPU, and their numbers neither all zero nor all one.
+    """
 
     codec: TensorCodec
 
     @abstractmethod
     def examples(self) -> list[torch.Tensor]:
-        """Tensors of this kind, made anew: parameters among them."""
+        """Return new tensors of this kind, parameters among them."""
 
     def flattened(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The parts, copied, with their strides."""
+        """Return copies of the parts, with their strides."""
         parts = self.codec.flatten(tensor)
         copies = {
             n: torch.empty_strided(p.size(), p.stride(), dtype=p.dtype) for n, p in parts.items()
         }
         return {name: copy.copy_(parts[name]) for name, copy in copies.items()}
 
-    def test_it_is_the_one_that_is_found(self) -> None:
+    def test_codec_is_found_for_its_tensors(self) -> None:
         for tensor in self.examples():
             assert type(codec_of(tensor)) is type(self.codec)
 
-    def test_parts_are_aliases_that_a_codec_knows(self) -> None:
+    def test_flatten_returns_aliases_with_known_codecs(self) -> None:
         for tensor in self.examples():
             parts = self.codec.flatten(tensor)
             assert parts
@@ -56,7 +60,7 @@ class CodecConformance(ABC):
                 part.zero_()
             assert not torch.equal(value_of(tensor), before)
 
-    def test_of_its_parts_it_is_made_again(self) -> None:
+    def test_rebuild_from_the_parts_is_equal(self) -> None:
         for tensor in self.examples():
             made = self.codec.rebuild(tensor, self.flattened(tensor))
             assert type(made) is type(tensor)
@@ -69,7 +73,7 @@ class CodecConformance(ABC):
             )
             assert torch.equal(value_of(made), value_of(tensor))
 
-    def test_what_is_made_again_has_memory_of_its_own(self) -> None:
+    def test_rebuild_from_copies_shares_no_memory(self) -> None:
         for tensor in self.examples():
             before = value_of(tensor)
             made = self.codec.rebuild(tensor, self.flattened(tensor))
@@ -77,7 +81,7 @@ class CodecConformance(ABC):
                 part.zero_()
             assert torch.equal(value_of(tensor), before)
 
-    def test_it_shows_another_and_stays_the_same_object(self) -> None:
+    def test_binding_other_parts_keeps_the_object(self) -> None:
         for tensor in self.examples():
             identity, kind, wants = id(tensor), type(tensor), tensor.requires_grad
             other = self.codec.rebuild(
@@ -85,11 +89,11 @@ class CodecConformance(ABC):
             )
             expected, before = value_of(other), value_of(tensor)
             assert not torch.equal(expected, before)
-            self.codec.show(tensor, other)
+            self.codec.assign(tensor, other)
             assert (id(tensor), type(tensor), tensor.requires_grad) == (identity, kind, wants)
             assert torch.equal(value_of(tensor), expected)
 
-    def test_a_store_holds_the_parts(self, disk_dir: Path) -> None:
+    def test_store_holds_the_parts(self, disk_dir: Path) -> None:
         for tensor in self.examples():
             with TierStore(BUDGET, disk_dir, device="cpu") as store:
                 store.put("group", self.codec.flatten(tensor))

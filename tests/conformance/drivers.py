@@ -1,4 +1,4 @@
-"""What every driver of a tier must do. Subclass `DriverConformance`, and run pytest.
+"""Conformance tests for drivers of a tier. Subclass `DriverConformance`, and run pytest.
 
 class TestMyTier(DriverConformance):
     @pytest.fixture
@@ -30,24 +30,24 @@ class DriverConformance(ABC):
 
     @abstractmethod
     def bring(self, driver: TierDriver, entry: GroupEntry, data: torch.Tensor) -> None:
-        """Let packed bytes arrive in the room that was reserved for a group, as a hop would."""
+        """Place packed bytes in the memory that was reserved for a group, as a hop would."""
 
     def found(self, driver: TierDriver, entry: GroupEntry) -> dict[str, torch.Tensor]:
-        """The tensors of a copy. For tiers whose copies cannot be looked at: read it."""
+        """Return the tensors of a copy. Tiers without views must read it."""
         return driver.view(entry)
 
     def entry(self, number: int) -> GroupEntry:
-        """What is known of a group."""
+        """Return the entry of a new group."""
         return entry_of(number)
 
-    def test_it_says_what_it_is(self, driver: TierDriver) -> None:
+    def test_driver_attributes_are_consistent(self, driver: TierDriver) -> None:
         assert driver.tier.name
         assert {driver.tier: 1}[driver.tier] == 1
         assert driver.capacity is None or driver.capacity > 0
         assert driver.alignment.bit_count() == 1, "only powers of two go together"
         assert not driver.peak_bytes
 
-    def test_a_copy_is_there_from_its_arrival_until_it_is_dropped(self, driver: TierDriver) -> None:
+    def test_copy_is_held_from_arrival_until_drop(self, driver: TierDriver) -> None:
         entry, other = self.entry(0), self.entry(1)
         assert not driver.holds(entry)
         driver.reserve(entry)
@@ -58,16 +58,16 @@ class DriverConformance(ABC):
         assert not driver.holds(entry)
 
     @pytest.mark.parametrize("for_caller", [False, True])
-    def test_room_that_nothing_came_to_can_be_given_back(
+    def test_reservation_without_a_copy_can_be_dropped(
         self, driver: TierDriver, for_caller: bool
     ) -> None:
         entry = self.entry(0)
-        for _ in range(100):  # of which any four would not fit
+        for _ in range(100):  # any four of them exceed the capacity
             driver.reserve(entry, for_caller=for_caller)
             driver.drop(entry)
             assert not driver.holds(entry)
 
-    def test_groups_are_kept_apart(self, driver: TierDriver) -> None:
+    def test_copies_of_several_groups_are_separate(self, driver: TierDriver) -> None:
         entries = [self.entry(number) for number in range(3)]
         for entry in entries:
             driver.reserve(entry)
@@ -75,7 +75,7 @@ class DriverConformance(ABC):
         for entry in entries:
             assert_shows(self.found(driver, entry), entry, bytes_of(entry))
 
-    def test_a_copy_that_comes_again_is_the_new_one(self, driver: TierDriver) -> None:
+    def test_copy_brought_again_is_the_new_one(self, driver: TierDriver) -> None:
         entry = self.entry(0)
         for seed in range(3):
             driver.reserve(entry)
@@ -83,7 +83,7 @@ class DriverConformance(ABC):
             assert_shows(self.found(driver, entry), entry, bytes_of(entry, seed))
             driver.drop(entry)
 
-    def test_copies_begin_where_they_should(self, driver: TierDriver) -> None:
+    def test_copies_are_aligned(self, driver: TierDriver) -> None:
         for number in range(3):
             entry = self.entry(number)
             driver.reserve(entry)
@@ -92,10 +92,8 @@ class DriverConformance(ABC):
             shown = self.found(driver, entry)[first.name]
             assert shown.data_ptr() % driver.alignment == 0
 
-    def test_what_is_looked_at_stays_memory_when_its_copy_is_dropped(
-        self, driver: TierDriver
-    ) -> None:
-        """It may hold other bytes by then. But nothing dies of looking at it."""
+    def test_view_of_a_dropped_copy_stays_readable(self, driver: TierDriver) -> None:
+        """It may hold other bytes by then, but reading it must not crash."""
         entry = self.entry(3)
         driver.reserve(entry)
         self.bring(driver, entry, bytes_of(entry))
@@ -104,7 +102,7 @@ class DriverConformance(ABC):
         driver.close([])
         assert shown["odd"].cpu().numel() == 7
 
-    def test_copies_that_are_there_at_the_end_are_given_back(self, driver: TierDriver) -> None:
+    def test_close_frees_the_remaining_copies(self, driver: TierDriver) -> None:
         entries = [self.entry(number) for number in range(3)]
         for entry in entries[:2]:
             driver.reserve(entry)
@@ -113,10 +111,10 @@ class DriverConformance(ABC):
         driver.close(entries)
 
     @pytest.mark.parametrize("seed", range(10))
-    def test_in_any_order_no_copy_is_lost_and_no_memory_exceeds_the_capacity(
+    def test_any_order_loses_no_copy_and_respects_the_capacity(
         self, seed: int, driver: TierDriver
     ) -> None:
-        """Whoever calls keeps to the capacity, as the planner does."""
+        """The caller respects the capacity, as the planner does."""
         rng = random.Random(seed)
         there: dict[int, tuple[GroupEntry, int]] = {}
         for turn in range(60):

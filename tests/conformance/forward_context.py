@@ -1,10 +1,10 @@
-"""Conformance of a `ForwardContext`: subclass `ForwardContextConformance`, say how to make one.
+"""Conformance tests for a `ForwardContext`: subclass `ForwardContextConformance`, and make one.
 
 class TestMyContext(ForwardContextConformance):
     @contextmanager
     def subject(self, disk_dir):
         with a_model_on_a_store(disk_dir) as model:
-            yield Subject(make=lambda: MyContext(model), seen=lambda: what_a_user_sees(model))
+            yield Subject(make=lambda: MyContext(model), seen=lambda: visible_state(model))
 """
 
 from __future__ import annotations
@@ -23,21 +23,23 @@ from tierstore.adapters.forward import ForwardContext
 
 @dataclass
 class Subject:
-    """How to `make` a use, and what can be `seen` of the model at a moment: another thing during a
-    use than before, and the same again after it."""
+    """A way to `make` a context, and to read the state that users see (`seen`).
+
+    The state must differ inside a context, and be restored after it.
+    """
 
     make: Callable[[], ForwardContext]
     seen: Callable[[], Any]
 
 
 class ForwardContextConformance(ABC):
-    """The use of a model that nothing runs at this moment."""
+    """Tests for a context around a model that nothing else runs."""
 
     @abstractmethod
     def subject(self, disk_dir: Path) -> AbstractContextManager[Subject]:
-        """A model, and what to do with it."""
+        """Yield a model and the functions to use it."""
 
-    def test_what_begins_is_finished(self, disk_dir: Path) -> None:
+    def test_begin_then_finish_restores_the_model(self, disk_dir: Path) -> None:
         with self.subject(disk_dir) as subject:
             before = subject.seen()
             for _ in range(2):
@@ -47,7 +49,7 @@ class ForwardContextConformance(ABC):
                 assert use.finish(result, ((), {})) is result
                 assert subject.seen() == before
 
-    def test_what_raised_is_ended(self, disk_dir: Path) -> None:
+    def test_end_after_an_error_restores_the_model(self, disk_dir: Path) -> None:
         with self.subject(disk_dir) as subject:
             before = subject.seen()
             use = subject.make()
@@ -55,7 +57,7 @@ class ForwardContextConformance(ABC):
             use.end()
             assert subject.seen() == before
 
-    def test_it_may_be_ended_again_and_without_a_beginning(self, disk_dir: Path) -> None:
+    def test_end_repeated_or_without_begin_changes_nothing(self, disk_dir: Path) -> None:
         with self.subject(disk_dir) as subject:
             before = subject.seen()
             subject.make().end()
@@ -67,7 +69,7 @@ class ForwardContextConformance(ABC):
             use.end()
             assert subject.seen() == before
 
-    def test_one_inside_another(self, disk_dir: Path) -> None:
+    def test_nested_contexts_restore_in_order(self, disk_dir: Path) -> None:
         with self.subject(disk_dir) as subject:
             before = subject.seen()
             outer, inner = subject.make(), subject.make()
@@ -79,7 +81,7 @@ class ForwardContextConformance(ABC):
             outer.finish(None, ((), {}))
             assert subject.seen() == before
 
-    def test_nothing_is_left_of_autocast(self, disk_dir: Path) -> None:
+    def test_end_clears_the_autocast_cache(self, disk_dir: Path) -> None:
         with self.subject(disk_dir) as subject:
             for end in (lambda use: use.end(), lambda use: use.finish(None, ((), {}))):
                 use = subject.make()

@@ -1,4 +1,4 @@
-"""Groups of random bits for those who hold and copy them, and the tiers of a store without one."""
+"""Groups of random bits for tests that hold and copy them, and the tiers of a store alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.threads import PATIENCE
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Tier
-from tierstore.system.views import laid_out, packed, view_all
+from tierstore.system.views import pack_tensors, packed_spec, view_all
 from tierstore.tiers.assembly import ExtraTier, StoreTiers, TierSettings, build
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.entry import GroupEntry
@@ -28,31 +28,31 @@ SIZES = (1, 2, 3, 5)
 
 
 def entry_of(number: int, *, mutable: bool = False, durable: bool = False) -> GroupEntry:
-    """What is known of a group with two tensors, which takes one of `SIZES` in pages."""
+    """Return an entry for a group with two tensors, which takes one of `SIZES` in pages."""
     pages = SIZES[number % len(SIZES)]
     like = {"rows": torch.empty(pages * PAGE // 4 - 300), "odd": torch.empty(7, dtype=torch.uint8)}
     key = f"group {number}"
-    packing, _ = packed(key, like)
+    packing, _ = pack_tensors(key, like)
     return GroupEntry(
-        GroupId(key, 0), laid_out(key, packing, like), None, packing, durable, mutable=mutable
+        GroupId(key, 0), packed_spec(key, packing, like), None, packing, durable, mutable=mutable
     )
 
 
 def bytes_of(entry: GroupEntry, seed: int = 0) -> torch.Tensor:
-    """Random packed bytes of the group (uint8, page-aligned)."""
+    """Return random packed bytes of the group (uint8, page-aligned)."""
     generator = torch.Generator().manual_seed(crc32(entry.group.key.encode()) + seed)
     memory = fresh_memory(entry.spec.nbytes)
     return memory.copy_(torch.randint(0, 256, memory.shape, generator=generator).to(torch.uint8))
 
 
 def assert_shows(views: dict[str, torch.Tensor], entry: GroupEntry, data: torch.Tensor) -> None:
-    """Tensors are those of the group with these packed bytes, bit for bit."""
+    """Check that the tensors are those of the group with these packed bytes, bit for bit."""
     offsets = {tensor.name: tensor.offset for tensor in entry.spec.tensors}
     expected = view_all(entry.spec, data, offsets)
     assert views.keys() == expected.keys()
     for name, tensor in views.items():
         raw, wanted = (t.contiguous().cpu().view(torch.uint8) for t in (tensor, expected[name]))
-        assert torch.equal(raw, wanted), f"{name} is not what was brought"
+        assert torch.equal(raw, wanted), f"{name} differs from the stored bytes"
 
 
 class Ends:
@@ -68,11 +68,11 @@ class Ends:
             self.errors[copy] = error
             self._changed.notify_all()
 
-    def told(self) -> MoverCallbacks:
+    def callbacks(self) -> MoverCallbacks:
         return MoverCallbacks(self.over, lambda copy: None, lambda *times: self.timed.append(times))
 
     def run(self, mover: Mover, *instructions: Instruction) -> None:
-        """Have instructions run, one after the other. Raises what a copy has failed with."""
+        """Run instructions one after the other. Raises the error of a failed copy."""
         for one in instructions:
             for copy, error in mover.accept([one]):
                 self.over(copy, error)
@@ -80,26 +80,26 @@ class Ends:
                 with self._changed:
                     assert self._changed.wait_for(lambda one=one: one in self.errors, PATIENCE)
                 error = self.errors.pop(one)
-                mover.catch_up()
+                mover.drain()
                 if one in mover.moving():
-                    mover.moved(one)
+                    mover.acknowledge(one)
                 if error is not None:
                     raise error
-        mover.catch_up()
+        mover.drain()
 
 
 @contextmanager
 def tiers_in(
     place: Path, device: str = "cpu", extra: Sequence[ExtraTier] = ()
 ) -> Iterator[tuple[StoreTiers, Mover, Ends]]:
-    """The tiers of a store in `place`, with room for some of the groups, and their mover."""
+    """Yield the tiers of a store in `place`, with space for some of the groups, and their mover."""
     budgets: dict[Tier, int | None] = {Tier.HOST: CAPACITY, Tier.DISK: None}
     if device != "cpu":
         budgets[Tier.DEVICE] = CAPACITY
     ends, directory = Ends(), ObjectDirectory(place)
     at = torch.device("cpu") if device == "cpu" else torch.device(device, 0)
     settings = TierSettings(device=at, budgets=budgets, verify="always", extra_tiers=tuple(extra))
-    tiers, mover = build(settings, directory, ends.told())
+    tiers, mover = build(settings, directory, ends.callbacks())
     try:
         yield tiers, mover, ends
     finally:

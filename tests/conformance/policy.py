@@ -1,4 +1,4 @@
-"""What every policy must do. Subclass `PolicyConformance`, say how to make one, and run pytest.
+"""Conformance tests for policies. Subclass `PolicyConformance`, and run pytest.
 
 class TestMyPolicy(PolicyConformance):
     def make(self, schedule):
@@ -24,7 +24,7 @@ ENOUGH = 10_000
 
 
 class Shelf:
-    """Which copies there are, kept beside the policy."""
+    """The set of existing copies, tracked beside the policy."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -39,7 +39,7 @@ class Shelf:
         self.on[tier].discard(key)
 
     def victims(self, tier: Tier, rival: GroupId | None = None) -> list[GroupId]:
-        """What the policy would give up, in its order."""
+        """Return the policy's victims in its order."""
         found = []
         for key in self.policy.victims(tier, rival):
             found.append(key)
@@ -47,14 +47,14 @@ class Shelf:
         return found
 
     def check(self) -> None:
-        """Everything that must be true at any time."""
+        """Check all invariants."""
         for tier, keys in self.on.items():
             everybody = self.victims(tier)
-            assert len(everybody) == len(set(everybody)), "a copy is given up twice"
-            assert set(everybody) == keys, "room that must be had is refused, or is not there"
-            for rival in [*sorted(keys)[:2], GroupId("somebody new", 1)]:
+            assert len(everybody) == len(set(everybody)), "a copy is a victim twice"
+            assert set(everybody) == keys, "required space is denied, or does not exist"
+            for rival in [*sorted(keys)[:2], GroupId("new rival", 1)]:
                 some = self.victims(tier, rival)
-                assert rival not in some, "a prefetch would push itself out"
+                assert rival not in some, "a prefetch would evict itself"
                 assert len(some) == len(set(some))
                 assert set(some) <= keys
 
@@ -64,7 +64,7 @@ class PolicyConformance(ABC):
 
     @abstractmethod
     def make(self, schedule: LearnedOrder) -> Policy:
-        """A fresh policy that may rank by `schedule`."""
+        """Return a new policy that may rank by `schedule`."""
 
     def shelf(self) -> tuple[Shelf, LearnedOrder]:
         schedule = LearnedOrder(memory=32)
@@ -73,18 +73,18 @@ class PolicyConformance(ABC):
     def keys(self, names: str) -> list[GroupId]:
         return [GroupId(name, 1) for name in names]
 
-    def test_nothing_is_there_at_first(self) -> None:
+    def test_new_policy_has_no_victims(self) -> None:
         shelf, _ = self.shelf()
         shelf.check()
 
-    def test_every_copy_on_a_tier_is_a_victim_sooner_or_later(self) -> None:
+    def test_every_copy_on_a_tier_is_eventually_a_victim(self) -> None:
         shelf, _ = self.shelf()
         for number, key in enumerate(self.keys("abcdef")):
             for tier in list(TIERS.values())[: number % 3 + 1]:
                 shelf.admit(key, tier)
             shelf.check()
 
-    def test_what_was_dropped_is_no_victim_and_may_come_back(self) -> None:
+    def test_dropped_copy_is_no_victim_and_may_be_admitted_again(self) -> None:
         shelf, _ = self.shelf()
         a, b = self.keys("ab")
         for key in (a, b):
@@ -97,7 +97,7 @@ class PolicyConformance(ABC):
         shelf.admit(a, Tier.HOST)
         shelf.check()
 
-    def test_a_copy_that_is_admitted_again_is_one_copy(self) -> None:
+    def test_copy_admitted_twice_is_one_victim(self) -> None:
         shelf, _ = self.shelf()
         (key,) = self.keys("a")
         for _ in range(3):
@@ -106,7 +106,7 @@ class PolicyConformance(ABC):
         shelf.drop(key, Tier.HOST)
         shelf.check()
 
-    def test_victims_may_be_dropped_while_they_are_looked_through(self) -> None:
+    def test_victims_may_be_dropped_during_iteration(self) -> None:
         shelf, _ = self.shelf()
         for key in self.keys("abcdef"):
             shelf.admit(key, Tier.HOST)
@@ -117,7 +117,7 @@ class PolicyConformance(ABC):
         shelf.check()
         assert len(shelf.on[Tier.HOST]) == 3
 
-    def test_asking_changes_nothing(self) -> None:
+    def test_reading_victims_changes_nothing(self) -> None:
         shelf, schedule = self.shelf()
         for key in self.keys("abcdef"):
             shelf.admit(key, Tier.HOST)
@@ -130,7 +130,7 @@ class PolicyConformance(ABC):
             next(some, None)
             assert shelf.victims(Tier.HOST) == first
 
-    def test_versions_of_one_group_are_copies_of_their_own(self) -> None:
+    def test_versions_of_one_group_are_separate_victims(self) -> None:
         shelf, _ = self.shelf()
         old, new = GroupId("a", 1), GroupId("a", 2)
         shelf.admit(old, Tier.HOST)
@@ -141,7 +141,7 @@ class PolicyConformance(ABC):
         assert shelf.victims(Tier.HOST) == [new]
 
     @pytest.mark.parametrize("seed", range(20))
-    def test_the_rules_hold_in_random_histories(self, seed: int) -> None:
+    def test_random_histories_keep_the_rules(self, seed: int) -> None:
         rng = random.Random(seed)
         shelf, schedule = self.shelf()
         names = "abcdefgh"
@@ -158,7 +158,7 @@ class PolicyConformance(ABC):
                 shelf.policy.used(key)
                 schedule.advance_past(key.key)
             if rng.random() < 0.1:
-                schedule.known.expect(rng.sample(names, 2))
+                schedule.known.prefetch(rng.sample(names, 2))
             if rng.random() < 0.05:
                 schedule.known.forget(rng.choice(names))
             shelf.check()

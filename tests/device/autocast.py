@@ -1,4 +1,4 @@
-"""Autocast on the pretend accelerator (see autocast.cpp), where it has none of its own."""
+"""Autocast on the pretend accelerator (see autocast.cpp), which has none."""
 
 from __future__ import annotations
 

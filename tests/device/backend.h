@@ -1,4 +1,4 @@
-// What torch asks of a device: generators, hooks, current device, streams, events.
+// The interface that torch requires of a device: generators, hooks, current device, streams, events.
 
 #pragma once
 
@@ -54,7 +54,7 @@ at::Generator cpu_generator(const at::Generator& generator) {
 
 // ------------------------------------------------------------- hooks, guard
 
-// What was there moves in stream order; the old memory is freed at once, as everywhere.
+// Contents move in stream order; the old memory is freed at once, as everywhere.
 void resize_storage(c10::StorageImpl& storage, size_t size) {
   c10::DeviceGuard guard(storage.device());
   auto kept = std::min(size, storage.nbytes());
@@ -131,7 +131,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(c10::Device device) const override {
     return stream_on(device_at(checked(device.index())), 0);
   }
-  // From a pool, as CUDA's: the 33rd is the first.
+  // From a pool, as in CUDA: the 33rd is the first again.
   c10::Stream getNewStream(c10::Device device, int = 0) const override {
     Lock lock(state().mutex);
     auto index = checked(device.index());

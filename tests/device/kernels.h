@@ -53,11 +53,11 @@ void make_room(const at::Tensor& t, c10::IntArrayRef size, c10::IntArrayRef stri
   if (!empty && needed > storage->nbytes()) resize_storage(*storage, needed);
 }
 
-// What CUDA's check of a launch does.
+// Checks a launch as CUDA does.
 void raise_last_error() {
   auto code = std::exchange(last_error, 0);
   TORCH_CHECK(!code, "pretend error: a kernel was launched after error ", code,
-              ", which nobody has asked for");
+              ", which was never read");
 }
 
 // Queues work on a stream.  It may use the blocks, whether or not they are freed meanwhile.
@@ -73,7 +73,7 @@ void queue_work(c10::DeviceIndex device, std::function<void()> run, std::vector<
              over_link);
 }
 
-// What `through(tensor, is_index)` makes of the tensors of a value; nothing if it holds none.
+// Applies `through(tensor, is_index)` to the tensors of a value; nothing if it holds none.
 template <typename Through>
 std::optional<c10::IValue> tensors_through(const c10::IValue& value, Through through) {
   if (value.isTensor()) return through(value.toTensor(), false);
@@ -92,8 +92,8 @@ std::optional<c10::IValue> tensors_through(const c10::IValue& value, Through thr
   return std::nullopt;
 }
 
-// The CPU tensors that stand in for device tensors during one kernel.  Device
-// storages and their stand-ins are paired, so that aliasing is kept.
+// The CPU tensors that replace device tensors during one kernel.  Device
+// storages and their replacements are paired, so that aliasing is kept.
 struct StandIns {
   struct Pair {
     c10::Storage device, cpu;
@@ -116,7 +116,7 @@ struct StandIns {
     return cpu;
   }
 
-  // Of pinned memory, too: whoever runs later must not hold the user's own tensor.
+  // For pinned memory, too: a kernel that runs later must not hold the user's own tensor.
   at::Tensor alias(const at::Tensor& t) {
     auto result = at::detail::make_tensor<c10::TensorImpl>(
         cpu_storage(t.storage()), c10::DispatchKeySet(c10::DispatchKey::CPU), t.dtype());
@@ -198,8 +198,8 @@ struct StandIns {
 
 enum class Moment {
   kAtOnce,  // views and the like, which use no memory
-  kLater,   // what a stream may do by itself
-  kSynchronous,  // what the host must wait for: data of the device decides about the result
+  kLater,   // a stream may run it later
+  kSynchronous,  // the host must wait: the result depends on data of the device
 };
 
 bool wants_generator(const c10::Argument& argument) {
@@ -336,7 +336,7 @@ struct Call {
                 *seen, " and ", t.device(), "! (in ", name, ")");
   }
 
-  // What is on the CPU is read at the call, as by CUDA.
+  // CPU operands are read at the call, as in CUDA.
   at::Tensor in(const at::Tensor& t, bool is_index = false) {
     note(t, is_index);
     bool stays = moment != Moment::kLater || !t.defined() ||
@@ -364,7 +364,7 @@ struct Call {
     return tensors_through(value, [&](const at::Tensor& t, bool) { return out(t); }).value_or(value);
   }
 
-  // What a kernel will put here later.
+  // Set later by a kernel.
   at::Tensor promise(const at::Tensor& meta, std::vector<at::Tensor>& places) {
     if (!meta.defined()) {
       places.emplace_back();
@@ -381,7 +381,7 @@ struct Call {
     auto run = [kernel = std::move(kernel), places = std::move(places)] {
       auto results = kernel();
       for (size_t i = 0; i < results.size(); ++i) {
-        // What the CPU leaves empty, as batch_norm's statistics, stays NaN.
+        // Outputs that the CPU leaves empty, as batch_norm's statistics, stay NaN.
         bool empty = !places[i].defined() || !results[i].defined() || !results[i].numel();
         if (!empty) places[i].copy_(results[i]);
       }
@@ -393,11 +393,11 @@ struct Call {
 
 using Values = std::vector<c10::IValue>;
 
-// All that the shapes of a call's results depend on, as bytes: the operator, the shapes of tensors,
-// which of them are the same, and other values.
+// Everything that determines the shapes of a call's results, as bytes: the operator, the shapes of
+// tensors, which of them are the same, and other values.
 struct Signature {
   std::string bytes;
-  bool complete = true;  // false: there is a value whose kind is not known here
+  bool complete = true;  // false: some value has an unknown kind
   std::vector<c10::TensorImpl*> seen;
 
   Signature(const c10::OperatorHandle& op, const Values& arguments) {
@@ -467,7 +467,7 @@ struct Signature {
   }
 };
 
-// The results of a call that need no data, on the meta device.  Nothing if only running tells.
+// The results of a call that need no data, on the meta device.  Nothing if it has to run.
 std::optional<Values> ask_meta(const c10::OperatorHandle& op, const Values& arguments,
                                Shadow& shadow) {
   try {
@@ -495,8 +495,8 @@ std::optional<Values> predict(const c10::OperatorHandle& op, const Values& argum
   return results;
 }
 
-// Random numbers are set aside at the call, as by CUDA: the generator moves on by what the kernel
-// takes for other values, and the kernel gets a copy of what it was.
+// Random numbers are reserved at the call, as in CUDA: the generator advances by as much as the
+// kernel takes for other values, and the kernel gets a copy of the old state.
 void set_random_numbers_aside(const c10::OperatorHandle& op, const Values& arguments,
                               Values& stack) {
   at::AutoDispatchBelowADInplaceOrView guard;
@@ -528,7 +528,7 @@ void add_tensors(const c10::IValue& value, std::vector<at::Tensor>& to) {
   }
 }
 
-// Queues the kernel, and gives its results, which are there when it has run.
+// Queues the kernel, and returns its results, which are valid once it has run.
 Values run_later(const c10::OperatorHandle& op, Call& call, const Values& arguments, Values stack,
                  const Values& predicted) {
   const auto& returns = op.schema().returns();
@@ -670,7 +670,7 @@ void queue_copy_between_devices(const at::Tensor& from, const at::Tensor& to) {
   pass(current(from), current(to));
 }
 
-// CUDA takes no detour through memory that is not pinned: it converts on the device.
+// CUDA does not stage in pageable memory: it converts on the device.
 bool is_asynchronous(const at::Tensor& from, const at::Tensor& to) {
   const auto& host = on_device(to) ? from : to;
   if (!is_pinned(host.const_data_ptr()) || from.sizes() != to.sizes()) return false;
@@ -844,7 +844,7 @@ int64_t attention_choice(const at::Tensor& query, const at::Tensor& key, const a
 }
 
 // torch prefers its own composite kernels to a fallback.  Where the CPU has a
-// kernel of its own, such as layer_norm, only that one gives equal numbers.
+// separate kernel, such as layer_norm, only that one gives equal numbers.
 void use_cpu_kernels_over_composites() {
   static auto* library =
       new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, 0);

@@ -1,8 +1,8 @@
-// Sees each change of a map of registered memory: the driver goes on with the pages that it locked.
+// Detects each change of a map of registered memory: the driver keeps using the locked pages.
 //
 // It begins with the functions of libc through which all libraries of the process change maps
 // (malloc, Python's mmap, ctypes): their first instructions become a jump to the ones here, which
-// look, and then do the same call of the kernel.
+// check, and then make the same system call.
 
 #pragma once
 
@@ -20,8 +20,8 @@
 
 namespace {
 
-// Registered memory, for whoever changes a map and may have any lock: malloc has its own then. So
-// there is none here, and no memory is allocated. Written under the lock of the state.
+// Registered memory, read by threads that change a map while they may hold any lock, as malloc's.
+// So it takes no lock, and allocates no memory. Written under the lock of the state.
 struct Watched {
   std::atomic<uintptr_t> begin{0}, end{0};  // begin 0: nothing
 };
@@ -53,7 +53,7 @@ bool is_watched(uintptr_t begin, size_t size) {
   return false;
 }
 
-// Work that is queued is done before the pages go. From then on the device sees a copy of them.
+// Queued work runs before the pages are unmapped. From then on the device sees a copy of them.
 void registered_memory_goes(const char* call, uintptr_t begin, size_t size) {
   Lock lock(state().mutex);
   for (int i = 0; i < kDevices; ++i) drain_device(lock, static_cast<c10::DeviceIndex>(i));
@@ -70,7 +70,7 @@ void registered_memory_goes(const char* call, uintptr_t begin, size_t size) {
     ++state().unmapped_registered;
   }
   if (!state().error) state().error = std::make_exception_ptr(std::runtime_error(message));
-  // Also told at once: a process that ends asks for no error any more.
+  // Also printed at once: a process that is ending reads no error any more.
   [[maybe_unused]] auto written = ::write(STDERR_FILENO, message, std::strlen(message));
 }
 
@@ -120,7 +120,7 @@ bool redirect(const char* name, const void* to) {
 }
 
 bool watch_maps() {
-  // A fork has no registered memory, and something else may come to lie at its addresses.
+  // A fork has no registered memory, and something else may be mapped at its addresses.
   pthread_atfork(nullptr, nullptr, [] { watched_count = 0; });
   return redirect("munmap", reinterpret_cast<void*>(&watching_munmap)) &&
       redirect("mmap", reinterpret_cast<void*>(&watching_mmap)) &&

@@ -25,8 +25,8 @@ void give_to_cache(const BlockPtr& block) {
   auto& device = state().devices[block->device];
   device.active.decrease(block->size);
   device.cached[block->stream].emplace(block->chunk->size, block);
-  // The same stream may get the memory again at once, as what it does then comes later.
-  // Until then NaN is there for those who use it still.
+  // The same stream may get the memory again at once, as its next work runs later.
+  // Until then it holds NaN, for code that still uses it.
   auto poison = [chunk = block->chunk, block] {
     std::memset(chunk->data, kPoison, chunk->size);
     block->dead = true;
@@ -77,7 +77,7 @@ c10::DataPtr as_data_ptr(const BlockPtr& block, c10::Device device) {
   return {block->data, new BlockPtr(block), &delete_block, device};
 }
 
-// Gives cached memory back to the device if its stream has passed the end of its last use.
+// Returns cached memory to the device if its stream has passed the end of its last use.
 void release_cached_blocks(c10::DeviceIndex index) {
   auto& device = state().devices[index];
   for (auto& [stream, cached] : device.cached) {
@@ -235,7 +235,7 @@ struct PinnedMemory final : at::HostAllocator {
   }
 };
 
-// Never destroyed, as the state.
+// Never destroyed, like the state.
 DeviceMemory* device_memory() {
   static auto* memory = new DeviceMemory();
   return memory;
@@ -245,7 +245,7 @@ PinnedMemory* pinned_memory() {
   return memory;
 }
 
-// Where the device finds what a block has at an address.
+// Address at which the device finds the contents of a block.
 void* as_seen(const BlockPtr& block, void* data) {
   if (!block || !block->old) return data;
   return block->old->data + (static_cast<char*>(data) - block->data);
@@ -265,8 +265,8 @@ bool is_capturing_here() {
   return capture && (capture->every_thread || capture->thread == std::this_thread::get_id());
 }
 
-// A refusal is the last error of its thread, as with CUDA: the next kernel that the thread launches
-// raises it, unless somebody asks for it before.
+// A rejected call sets the last error of its thread, as in CUDA: the thread's next kernel launch
+// raises it, unless it is read before.
 int refused(int code) {
   if (code) last_error = code;
   return code;
@@ -299,8 +299,8 @@ int pin_in_place(void* data, int64_t size) {
   return kFine;
 }
 
-// CUDA does not say what becomes of copies that are under way: they are counted as mistakes,
-// and run now, as the caller may unmap the memory next.
+// CUDA leaves running copies undefined here: they are counted as mistakes, and run now, as the
+// caller may unmap the memory next.
 int unpin_in_place(void* data) {
   Lock lock(state().mutex);
   if (is_capturing_here()) return kInCapture;
@@ -316,11 +316,11 @@ int unpin_in_place(void* data) {
   return kFine;
 }
 
-// What cudaHostRegister and cudaHostUnregister do: they pin memory that the caller owns.
+// cudaHostRegister and cudaHostUnregister: pin and unpin memory that the caller owns.
 int register_host(void* data, int64_t size) { return refused(pin_in_place(data, size)); }
 int unregister_host(void* data) { return refused(unpin_in_place(data)); }
 
-// Unregisters what is left, so that one test that leaves some does not fail those after it.
+// Unregisters leftover memory, so that one test's leak does not fail later tests.
 void unregister_all() {
   std::vector<void*> left;
   {
@@ -332,7 +332,7 @@ void unregister_all() {
   for (void* data : left) unpin_in_place(data);
 }
 
-// As if memory that was unmapped had been unregistered before.
+// Treats unmapped memory as if it had been unregistered before.
 int64_t forget_unmapped() {
   Lock lock(state().mutex);
   std::erase_if(state().blocks, [](auto& each) { return each.second->old != nullptr; });

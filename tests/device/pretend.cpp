@@ -2,13 +2,13 @@
 // memory.  It exists so that CPU tests can see what only a GPU shows: device
 // mismatches, device bytes, out of memory, and missing synchronisation.
 //
-// Work is queued on streams and runs later than its call: when somebody waits
+// Work is queued on streams and runs later than its call: when a thread waits
 // for it, or before, at a moment drawn by a seed.  The draws respect the order
 // in a stream and the waits for events, and nothing else.  With one thread the
 // same seed gives the same order.  Tasks run on the thread that makes them run.
 //
 // Kernels are those of the CPU, over CPU tensors that alias device memory.  The
-// meta device tells the shapes of their results at the call.  Where it cannot
+// meta device gives the shapes of their results at the call.  Where it cannot
 // (the result depends on data, or is no tensor, or the operator is not one of
 // torch's own), the call synchronises its own stream, and the kernel runs at
 // once.  The error of a kernel that ran late is raised by the next
@@ -18,9 +18,9 @@
 // point where it was freed.  Freed blocks are cached for their stream.  Streams
 // come from a pool of 32 for each device, as those of CUDA.
 //
-// Of CUDA it does not pretend: the speed of kernels (only whether the device falls behind, and of
+// It does not pretend these parts of CUDA: the speed of kernels (only whether the device falls behind, and of
 // kernels that compute nothing), kernels of one stream beside each other, priorities, the splitting of cached
-// blocks, replaying what was captured, memory pools of graphs, peer access that
+// blocks, replaying captured work, memory pools of graphs, peer access that
 // is off, IPC, and contexts.
 //
 // This file registers the parts; see state.h, streams.h, maps.h, memory.h,
@@ -57,7 +57,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 
 // Copies see conjugated and negated tensors themselves.  torch would resolve
-// them with a copy, and so call this copy again, for ever.
+// them with a copy, and so call this copy again, forever.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
   m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }

@@ -4,8 +4,8 @@
 ``pretend``.  It has two devices, ``pretend:0`` and ``pretend:1``.
 
 Its work runs later than the call, at moments drawn by a seed: ``seed`` or the environment
-variable ``TIERSTORE_PRETEND_SEED``, anew for each test.  How far it falls behind is set with
-``set_slowness`` or ``TIERSTORE_PRETEND_SLOWNESS``.
+variable ``TIERSTORE_PRETEND_SEED``, anew for each test.  ``set_slowness`` or
+``TIERSTORE_PRETEND_SLOWNESS`` sets how far it falls behind.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PARTS = [
 FLAGS = ["-std=c++20", "-shared", "-fPIC", "-O1", "-w"]
 KINDS = ("h2d", "d2h", "d2d")
 SLOWNESS = 2.0
-"""Unless another is set: the device falls behind, and catches up where somebody waits."""
+"""Default slowness: the device falls behind, and catches up where a caller waits."""
 
 _lock = threading.Lock()
 _library: ctypes.CDLL | None = None
@@ -54,7 +54,7 @@ _library: ctypes.CDLL | None = None
 
 
 def ready() -> str | None:
-    """Load the accelerator if it can be used here; otherwise say why not.
+    """Load the accelerator if it can be used here; otherwise return why not.
 
     Call it when a test module is imported, so before any test has run: see load().
     """
@@ -65,7 +65,7 @@ def ready() -> str | None:
 
 
 def available() -> str | None:
-    """Why the accelerator cannot be used here, or None if it can."""
+    """Return why the accelerator cannot be used here, or None if it can."""
     if _library is not None:
         return None
     if torch.accelerator.is_available():
@@ -89,7 +89,7 @@ def _build_failure() -> str | None:
 
 
 def build(parts: Sequence[Path]) -> Path:
-    """Compile the first, unless all were compiled before as they are; return the library.
+    """Compile the first part, unless all are compiled and unchanged; return the library.
 
     Raises RuntimeError if that fails.
     """
@@ -155,8 +155,8 @@ def _built_path(parts: Sequence[Path]) -> Path:
 def load() -> types.ModuleType:
     """Register the accelerator, once in a process; return ``torch.pretend``.
 
-    The first call must come before the first backward pass of the process, even
-    one on the CPU: that is when autograd starts its threads, one for each device.
+    The first call must come before the first backward pass of the process, even one on the CPU:
+    that is when autograd starts its threads, one for each device.
     """
     global _library
     with _lock:
@@ -177,7 +177,7 @@ def load() -> types.ModuleType:
 
 
 def _check_autograd() -> None:
-    """Fail now, and say why, rather than with torch's internal assertion later."""
+    """Fail now with a clear message, rather than later with torch's internal assertion."""
     try:
         (torch.ones(1, requires_grad=True).to(NAME) * 1).backward()
     except RuntimeError as error:
@@ -187,9 +187,9 @@ def _check_autograd() -> None:
 def _let_autograd_threads_finish() -> None:
     """Keep the exit of a process that has just run a backward pass clean.
 
-    The thread that autograd keeps for each device drops its last references a
-    moment after backward() returns.  If Python is shutting down by then, the
-    process aborts: "terminate called without an active exception".
+    The thread that autograd keeps for each device drops its last references a moment after
+    backward() returns. If Python is shutting down by then, the process aborts: "terminate called
+    without an active exception".
     """
     time.sleep(0.05)
 
@@ -253,7 +253,7 @@ def _index(device: int | str | torch.device | None) -> int:
 
 
 def seed(number: int | None = None) -> None:
-    """Draw the moments at which queued work runs from this seed, or that of the environment.
+    """Draw the moments at which queued work runs from this seed, or from that of the environment.
 
     With one thread, the same seed and the same calls give the same order.
     """
@@ -261,7 +261,7 @@ def seed(number: int | None = None) -> None:
 
 
 def start_over() -> None:
-    """Take the seed and the slowness of the environment again, if the accelerator is loaded."""
+    """Reset the seed and slowness from the environment, if the accelerator is loaded."""
     if _library is not None:
         seed()
         set_slowness(_from_environment("SLOWNESS", SLOWNESS, float))
@@ -269,8 +269,10 @@ def start_over() -> None:
 
 
 def finish() -> None:
-    """Wait for the devices, if the accelerator is loaded. Raises what a kernel raised that ran
-    late, unless somebody was told."""
+    """Wait for the devices, if the accelerator is loaded.
+
+    Raises the error of a kernel that ran late, unless a call has raised it.
+    """
     if _library is not None:
         for index in range(device_count()):
             synchronize(index)
@@ -282,31 +284,31 @@ def _from_environment(name: str, otherwise: T, kind: Callable[[str], T]) -> T:
 
 
 def set_slowness(slowness: float | None = SLOWNESS) -> None:
-    """How far the device falls behind: of so many calls, one task runs by itself, on average.
+    """Set how far the device falls behind: on average one task in so many calls runs unprompted.
 
-    None: nothing runs before somebody waits for it. 0: everything runs at its call, as far as
-    the events allow.
+    None: nothing runs before a caller waits for it. 0: everything runs at its call, as far as the
+    events allow.
     """
     _loaded().pretend_set_slowness(math.inf if slowness is None else slowness)
 
 
 def set_link_speed(bytes_per_second: float | None) -> None:
-    """How long a copy between host and device takes, by the times of events and by the clock.
+    """Set how long a copy between host and device takes, by the times of events and by the clock.
 
-    They then say when a device would have been done that begins with its work as soon as it can.
-    None: as long as this machine takes, from when the copy happens to be run.
+    They then show when a device would finish that starts its work as soon as it can. None: as long
+    as this machine takes, from when the copy happens to run.
     """
     _loaded().pretend_set_link_speed(bytes_per_second or 0.0)
 
 
 def occupy(seconds: float, index: int = 0) -> None:
-    """Queue a kernel that computes nothing, and takes so long while the link has a speed."""
+    """Queue a kernel that computes nothing, and takes this long while the link has a speed."""
     torch.ops.pretend_accelerator.occupy(index, seconds * 1e3)
 
 
 @contextlib.contextmanager
 def working(threads: int = 3) -> Iterator[None]:
-    """The device works by itself: so many streams at the same time, each as soon as it can.
+    """Let the device work by itself: so many streams at the same time, each as soon as it can.
 
     Queuing work takes no longer than that, as beside a real device.
     """
@@ -316,7 +318,7 @@ def working(threads: int = 3) -> Iterator[None]:
         while not ended.is_set():
             _loaded().pretend_work(20.0)
 
-    set_slowness(None)  # nothing is done at its call
+    set_slowness(None)  # nothing runs at its call
     workers = [threading.Thread(target=work) for _ in range(threads)]
     for worker in workers:
         worker.start()
@@ -329,13 +331,13 @@ def working(threads: int = 3) -> Iterator[None]:
 
 
 def begin_capture(stream: torch.Stream | None = None, capture_error_mode: str = "global") -> None:
-    """Capture what is queued from now on, on a stream or the current one. It is never run.
+    """Capture work queued from now on, on a stream or the current one.
 
-    Meanwhile all that waits or asks is refused, as by CUDA: in this thread if the mode is
-    "thread_local", else in all.
+    It is never run. Meanwhile each call that waits or queries raises, as in CUDA: in this thread if
+    the mode is "thread_local", else in all.
     """
     if capture_error_mode not in ("global", "thread_local"):
-        raise ValueError(f"there is no such mode: {capture_error_mode}")
+        raise ValueError(f"unknown mode: {capture_error_mode}")
     stream = current_stream() if stream is None else stream
     with stream:
         torch.ops.pretend_accelerator.begin_capture(
@@ -344,7 +346,7 @@ def begin_capture(stream: torch.Stream | None = None, capture_error_mode: str = 
 
 
 def end_capture() -> None:
-    """Raises RuntimeError if something was refused meanwhile."""
+    """End the capture. Raises RuntimeError if a call was rejected meanwhile."""
     torch.ops.pretend_accelerator.end_capture()
 
 
@@ -356,17 +358,17 @@ def is_current_stream_capturing() -> bool:
 
 
 def memory_allocated(index: int = 0) -> int:
-    """Bytes of the tensors that live on the device now."""
+    """Return the bytes of tensors that live on the device now."""
     return torch.accelerator.memory_allocated(_index(index))
 
 
 def max_memory_allocated(index: int = 0) -> int:
-    """The most bytes that lived on the device since the last reset."""
+    """Return the most bytes that lived on the device since the last reset."""
     return torch.accelerator.max_memory_allocated(_index(index))
 
 
 def memory_active(index: int = 0) -> int:
-    """As memory_allocated, with freed blocks that record_stream still holds."""
+    """Return the bytes of memory_allocated plus freed blocks that record_stream still holds."""
     return _stats(index)["active_bytes.all.current"]
 
 
@@ -379,7 +381,7 @@ def _stats(index: int) -> dict[str, int]:
 
 
 def memory_reserved(index: int = 0) -> int:
-    """As memory_active, with freed blocks that are cached for their streams."""
+    """Return the bytes of memory_active plus freed blocks that are cached for their streams."""
     return torch.accelerator.memory_reserved(_index(index))
 
 
@@ -388,42 +390,45 @@ def max_memory_reserved(index: int = 0) -> int:
 
 
 def reset_peak_memory_stats(index: int | None = None) -> None:
-    """Start the peaks of one device, or of all, at what is in use now."""
+    """Reset the peaks of one device, or of all, to the current use."""
     for each in range(device_count()) if index is None else [_index(index)]:
         torch.accelerator.reset_peak_memory_stats(each)
 
 
 def set_memory_limit(nbytes: int | None, index: int = 0) -> None:
-    """Above this many bytes reserved an allocation raises OutOfMemoryError.
+    """Set a limit in bytes above which an allocation raises OutOfMemoryError.
 
-    Before, cached blocks are released: first those whose work has passed, then, after waiting
+    Before that, cached blocks are released: first those whose work has passed, then, after waiting
     for the device, all.
     """
     _loaded().pretend_set_memory_limit(_index(index), -1 if nbytes is None else nbytes)
 
 
 def mem_get_info(index: int | str | torch.device | None = None) -> tuple[int, int]:
-    """Free bytes and the limit of the device."""
+    """Return the free bytes and the limit of the device."""
     if _index(index) in _memory_info:
         return _memory_info[_index(index)]
     if not hasattr(torch.accelerator, "get_memory_info"):
-        raise NotImplementedError("this torch does not tell")
+        raise NotImplementedError("this torch does not report it")
     return torch.accelerator.get_memory_info(_index(index))
 
 
 _memory_info: dict[int, tuple[int, int]] = {}
 
 
-def set_memory_info(told: tuple[int, int] | None, index: int | None = None) -> None:
-    """What ``mem_get_info`` tells of a device from now on. None: of every device, the truth."""
-    if told is None:
+def set_memory_info(info: tuple[int, int] | None, index: int | None = None) -> None:
+    """Set the result of ``mem_get_info`` for a device.
+
+    None restores the true values of every device.
+    """
+    if info is None:
         _memory_info.clear()
     else:
-        _memory_info[_index(index)] = told
+        _memory_info[_index(index)] = info
 
 
 def pinned_bytes() -> int:
-    """Bytes of pinned host memory; queued copies keep theirs until they run."""
+    """Return the bytes of pinned host memory; queued copies keep theirs until they run."""
     return _loaded().pretend_pinned_bytes()
 
 
@@ -436,26 +441,26 @@ def reset_peak_pinned() -> None:
 
 
 def set_pinned_limit(nbytes: int | None) -> None:
-    """Above this many pinned bytes, pinning raises RuntimeError."""
+    """Set a limit of pinned bytes above which pinning raises RuntimeError."""
     _loaded().pretend_set_pinned_limit(-1 if nbytes is None else nbytes)
 
 
 class Runtime:
-    """Those functions of CUDA's own library that a store uses, with their error codes."""
+    """Functions of CUDA's own library that a store uses, with their error codes."""
 
     @staticmethod
     def cudaHostRegister(address: int, nbytes: int, flags: int) -> int:
-        """Pin memory the caller owns."""
+        """Pin memory of the caller."""
         return int(_loaded().pretend_register_host(address, nbytes))
 
     @staticmethod
     def cudaHostUnregister(address: int) -> int:
-        """Unpin it. Copies that still use it are counted as mistakes, and run first."""
+        """Unpin memory. Copies that still use it are counted as mistakes, and run first."""
         return int(_loaded().pretend_unregister_host(address))
 
     @staticmethod
     def cudaGetLastError() -> int:
-        """What was refused last to this thread, once: else its next launch would raise it."""
+        """Return this thread's last error, once; otherwise its next launch would raise it."""
         return int(_loaded().pretend_get_last_error())
 
 
@@ -469,39 +474,41 @@ _ERRORS = {
 
 
 def cudart() -> Runtime:
-    """As torch.cuda.cudart."""
+    """Stand in for torch.cuda.cudart."""
     return Runtime()
 
 
 def check_error(code: int) -> None:
-    """As torch.cuda.check_error."""
+    """Stand in for torch.cuda.check_error."""
     if code:
         raise RuntimeError(f"pretend error: {_ERRORS[code]} ({code})")
 
 
 def register_host(address: int, nbytes: int) -> None:
-    """Pin memory the caller owns, as cudaHostRegister does."""
+    """Pin memory of the caller, as cudaHostRegister does."""
     check_error(cudart().cudaHostRegister(address, nbytes, 0))
 
 
 def unregister_host(address: int) -> None:
-    """Unpin what register_host pinned."""
+    """Unpin memory that register_host pinned."""
     check_error(cudart().cudaHostUnregister(address))
 
 
 def watches_maps() -> bool:
-    """Whether it notices that registered memory is unmapped: see maps.h."""
+    """Return whether unmapping registered memory is detected: see maps.h."""
     return bool(_loaded().pretend_watches_maps())
 
 
 def forget_unmapped() -> int:
-    """How often registered memory was unmapped since this was asked. None of it is registered
-    any more."""
+    """Return how often registered memory was unmapped since the last call.
+
+    None of it is registered any more.
+    """
     return int(_loaded().pretend_forget_unmapped())
 
 
 def check_at_end() -> None:
-    """Fail if registered memory was unmapped, or if some is left that has no owner any more.
+    """Fail if registered memory was unmapped, or if any has outlived its owner.
 
     Nothing is done before the accelerator is loaded.
     """
@@ -518,51 +525,51 @@ def check_at_end() -> None:
 
 
 def registrations() -> int:
-    """How often memory was registered, or was to be, since the counters were reset."""
+    """Return the number of registrations, including failed ones, since the last reset."""
     return _loaded().pretend_registrations()
 
 
 def registered_bytes() -> int:
-    """Bytes that are registered now; queued copies keep theirs until they run."""
+    """Return the bytes that are registered now; queued copies keep theirs until they run."""
     return _loaded().pretend_registered_bytes()
 
 
 def unregistered_in_use() -> int:
-    """How often memory was unregistered while copies that use it were queued."""
+    """Return how often memory was unregistered while copies that use it were queued."""
     return _loaded().pretend_unregistered_in_use()
 
 
 def set_registered_limit(nbytes: int | None) -> None:
-    """Above this many registered bytes, registering fails."""
+    """Set a limit of registered bytes above which registering fails."""
     _loaded().pretend_set_registered_limit(-1 if nbytes is None else nbytes)
 
 
 def fail_registrations(count: int) -> None:
-    """Let the next so many registrations fail, as where a driver allows none."""
+    """Make the next registrations fail, as a driver that allows none does."""
     _loaded().pretend_fail_registrations(count)
 
 
 def copied(kind: str) -> int:
-    """Bytes of the copies asked for so far; kind is 'h2d', 'd2h' or 'd2d'."""
+    """Return the bytes of the copies requested so far; kind is 'h2d', 'd2h' or 'd2d'."""
     return _loaded().pretend_copied(KINDS.index(kind))
 
 
 def stale_copies() -> int:
-    """Kernels and copies that ran only after a device block of theirs was given back."""
+    """Return how many kernels and copies ran only after one of their device blocks was freed."""
     return _loaded().pretend_stale_tasks()
 
 
 def queued_tasks(index: int = 0) -> int:
-    """Kernels, copies, marks and waits that have not run."""
+    """Return how many kernels, copies, marks and waits have not run."""
     return _loaded().pretend_queued_tasks(_index(index))
 
 
 def reset_counters() -> None:
-    """Set the counters of bytes, of stale work and of registrations to zero."""
+    """Reset the counters of bytes, of stale work and of registrations."""
     _loaded().pretend_reset_counters()
 
 
-# --------------------------------------------- what torch asks of a device module
+# --------------------------------------------- functions that torch requires
 
 
 def is_available() -> bool:
@@ -574,11 +581,11 @@ def is_initialized() -> bool:
 
 
 def init() -> None:
-    """There is nothing to set up."""
+    """Do nothing: no set-up is needed."""
 
 
 def _lazy_init() -> None:
-    """There is nothing to set up."""
+    """Do nothing: no set-up is needed."""
 
 
 def _is_in_bad_fork() -> bool:
@@ -598,7 +605,7 @@ def set_device(device: int | str | torch.device) -> None:
 
 
 def device(device: int | str | torch.device) -> torch.accelerator.device_index:
-    """A context in which this device is the current one."""
+    """Return a context in which this device is the current one."""
     return torch.accelerator.device_index(_index(device))
 
 
@@ -615,12 +622,12 @@ def set_stream(stream: torch.Stream) -> None:
 
 
 def stream(stream: torch.Stream) -> torch.Stream:
-    """As torch.cuda.stream: a stream is its own context manager here."""
+    """Stand in for torch.cuda.stream: a stream is its own context manager here."""
     return stream
 
 
 def empty_cache() -> None:
-    """Give cached memory back to the devices. Waits for them."""
+    """Return cached memory to the devices. Waits for them."""
     torch.accelerator.empty_cache()
 
 

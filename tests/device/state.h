@@ -1,4 +1,4 @@
-// What the pretend accelerator knows: its blocks of memory, its streams, its counters.
+// State of the pretend accelerator: its blocks of memory, its streams, its counters.
 
 #pragma once
 
@@ -36,8 +36,8 @@ constexpr int kPoison = 0xFF;  // a NaN in every floating-point type
 using c10::CachingAllocator::Stat;
 using StreamKey = std::pair<c10::DeviceIndex, c10::StreamId>;
 
-// Memory of the machine.  Whoever may still touch it holds it, so that a mistake
-// gives wrong numbers, and never a crash.
+// Memory of the machine.  All code that may still touch it holds it, so that a
+// mistake gives wrong numbers, and never a crash.
 struct Chunk {
   explicit Chunk(size_t wanted) : size(wanted) {
     size_t rounded = (size + kAlignment - 1) / kAlignment * kAlignment;
@@ -60,7 +60,7 @@ struct Block {
   c10::StreamId stream = 0;
   std::set<StreamKey> used_by;  // from record_stream
   bool dead = false;            // freed, and its own stream has passed that
-  std::shared_ptr<Chunk> old;   // what the device sees of registered memory that was unmapped
+  std::shared_ptr<Chunk> old;   // the device's copy of registered memory that was unmapped
   ~Block();
 };
 using BlockPtr = std::shared_ptr<Block>;
@@ -123,8 +123,8 @@ struct State {
   std::recursive_mutex mutex;
   std::condition_variable_any changed;  // some task has ended
   DeviceState devices[kDevices];
-  // The queues that are not empty, in the order in which they became so: what a seed draws must
-  // not depend on which streams of the pool a test was given.
+  // The queues that are not empty, in the order in which they became so: a seed's draws must
+  // not depend on which streams of the pool a test got.
   std::map<uint64_t, Queue*> busy;
   uint64_t turns = 0;
   std::map<uintptr_t, BlockPtr> blocks;
@@ -147,13 +147,13 @@ State& state() {
   return *s;
 }
 
-// Tasks run while the lock is let go of, so whoever may run some asks for the lock
-// as an argument, and must be the only one on its thread to hold it.
+// Tasks run while the lock is released, so functions that may run some take the lock
+// as an argument, and must be the only holder on their thread.
 using Lock = std::unique_lock<std::recursive_mutex>;
 
 thread_local c10::DeviceIndex current_device = 0;
 thread_local c10::StreamId current_stream_ids[kDevices] = {0, 0};
-thread_local int last_error = 0;  // as cudaGetLastError has it: what was refused last
+thread_local int last_error = 0;  // the last rejected call, as for cudaGetLastError
 
 c10::DeviceIndex checked(c10::DeviceIndex index) {
   TORCH_CHECK(index >= -1 && index < kDevices, "pretend: there is no device ",

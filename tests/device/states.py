@@ -1,4 +1,4 @@
-"""States of the pretend accelerator in which a store has to do otherwise."""
+"""States of the pretend accelerator that a store must handle differently."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.device import pretend
 
 @contextmanager
 def captured() -> Iterator[None]:
-    """What this thread queues inside goes into a graph."""
+    """Capture the work that this thread queues inside into a graph."""
     with torch.Stream(pretend.NAME):
         pretend.begin_capture(capture_error_mode="thread_local")
         try:
@@ -24,8 +24,10 @@ def captured() -> Iterator[None]:
 
 @contextmanager
 def pageable() -> Iterator[None]:
-    """No host memory is page-locked: copies from it keep their caller waiting, and one warning for
-    each store says so."""
+    """Disable page-locked host memory.
+
+    Copies from host memory then block their caller, and each store warns once.
+    """
     pretend.set_pinned_limit(0)
     try:
         with pytest.warns(RuntimeWarning, match="could not page-lock"):

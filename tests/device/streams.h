@@ -11,7 +11,7 @@
 
 namespace {
 
-// As with CUDA, a call waits when so much is queued on its stream.
+// As in CUDA, a call waits when its stream's queue is full.
 constexpr size_t kLaunchLimit = 1024;
 
 Queue& queue_of(StreamKey key) {
@@ -52,8 +52,8 @@ void finish(const MarkPtr& mark) {
   mark->done = true;
 }
 
-// Takes what needs no running off the front of a queue: marks that have been
-// reached and waits that are over.
+// Removes entries that need not run from the front of a queue: marks that have
+// been reached and waits that have ended.
 void settle(Queue& queue) {
   while (!queue.running && !queue.tasks.empty() && !queue.tasks.front().run) {
     auto wait = queue.tasks.front().wait;
@@ -90,7 +90,7 @@ MarkPtr mark_now(Queue& queue) {
 
 // ----------------------------------------------------------------- running
 
-// A kernel sees nothing of the thread that happens to run it: no modes, no autograd.
+// A kernel does not see the state of the thread that runs it: no modes, no autograd.
 struct AsDevice {
   c10::impl::ForceDispatchKeyGuard keys{
       c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
@@ -100,7 +100,7 @@ struct AsDevice {
 
 void drain(Lock& lock, Queue& queue, const Mark* until);
 
-// Does what is next in a queue that nobody is running; for a wait, what it waits for.
+// Runs the next task of an idle queue; for a wait, the task that it waits for.
 void step(Lock& lock, Queue& queue) {
   if (auto wait = queue.tasks.front().wait) {
     // A mark is older than any wait for it, so this cannot go in circles.
@@ -178,7 +178,7 @@ std::vector<Queue*> runnable() {
   return result;
 }
 
-// The device gets on meanwhile, or does not: this runs some tasks of any streams, on
+// The device makes progress meanwhile, or not: this runs some tasks of any streams, on
 // average one for `slowness` calls.
 void progress(Lock& lock) {
   double slowness = state().slowness;
@@ -190,7 +190,7 @@ void progress(Lock& lock) {
 }
 
 void enqueue(Lock& lock, Queue& queue, Task task) {
-  if (queue.capturing) return;  // what was captured is never run
+  if (queue.capturing) return;  // captured work is never run
   push(queue, std::move(task));
   while (queue.tasks.size() > kLaunchLimit) {
     if (queue.running) {
@@ -202,7 +202,7 @@ void enqueue(Lock& lock, Queue& queue, Task task) {
   progress(lock);
 }
 
-// A kernel that computes nothing, and takes so long where links have a speed.
+// A kernel that computes nothing, and takes this long where links have a speed.
 void occupy(int64_t index, double milliseconds) {
   Lock lock(state().mutex);
   Task task{[] {}};
@@ -210,7 +210,7 @@ void occupy(int64_t index, double milliseconds) {
   enqueue(lock, current_queue(static_cast<c10::DeviceIndex>(index)), std::move(task));
 }
 
-// For so long, this thread runs whatever can run.
+// Runs all tasks that can run on this thread, for this long.
 void work(double milliseconds) {
   Lock lock(state().mutex);
   for (double until = now_ms() + milliseconds; now_ms() < until;) {
@@ -226,7 +226,7 @@ void enqueue_wait(Queue& queue, const MarkPtr& mark) {
 
 // ------------------------------------------------- what a host can wait for
 
-// CUDA refuses all that would wait for, or ask about, work that is only being captured.
+// CUDA rejects calls that would wait for, or query, work that is only being captured.
 void refuse_in_capture(const char* what) {
   auto& capture = state().capture;
   if (!capture) return;

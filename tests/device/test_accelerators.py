@@ -1,6 +1,6 @@
-"""What every adapter promises, on an accelerator: a real one where there is one.
+"""Promises of every adapter, on an accelerator: a real one where there is one.
 
-Of other packages this needs none but torch, so that it runs wherever a GPU is lent.
+It needs no other package than torch, so that it runs wherever a GPU is available.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def store_of(layers: float, device: str, place: Path) -> TierStore:
 @on_each
 @pytest.mark.parametrize("layers", (3, COUNT / 2, 2 * COUNT))
 @pytest.mark.parametrize("how", (dispatch_model, enable_group_offload))
-def test_a_model_computes_the_same(how: object, layers: float, device: str, disk_dir: Path) -> None:
+def test_adapter_output_equals_the_cpu(
+    how: object, layers: float, device: str, disk_dir: Path
+) -> None:
     net = model()
     with store_of(layers, device, disk_dir) as store, torch.no_grad():
         handle = how(net, store)  # type: ignore[operator]
@@ -72,7 +74,7 @@ def test_a_model_computes_the_same(how: object, layers: float, device: str, disk
 
 
 @on_each
-def test_under_streams_of_its_caller(device: str, disk_dir: Path) -> None:
+def test_streams_of_the_caller_output_equals_the_cpu(device: str, disk_dir: Path) -> None:
     net, streams = model(), [torch.Stream(device) for _ in range(2)]
     with store_of(3, device, disk_dir) as store, torch.no_grad():
         dispatch_model(net, store)
@@ -86,7 +88,7 @@ def test_under_streams_of_its_caller(device: str, disk_dir: Path) -> None:
 
 
 @on_each
-def test_an_edit_on_the_device_reaches_its_tier(device: str, disk_dir: Path) -> None:
+def test_edit_on_the_device_reaches_its_tier(device: str, disk_dir: Path) -> None:
     plain, net = model(), model()
     plain[3][0].weight.data += 1
     with store_of(3, device, disk_dir) as store, torch.no_grad():
@@ -101,7 +103,7 @@ def test_an_edit_on_the_device_reaches_its_tier(device: str, disk_dir: Path) -> 
 
 
 @on_each
-def test_activations_come_back_as_they_were(device: str, disk_dir: Path) -> None:
+def test_saved_activations_are_restored_exactly(device: str, disk_dir: Path) -> None:
     nets = [model().to(device) for _ in range(2)]
     x = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(2)).to(device)
     nets[0](x).square().sum().backward()
@@ -117,7 +119,7 @@ def test_activations_come_back_as_they_were(device: str, disk_dir: Path) -> None
 @on_each
 @pytest.mark.parametrize("recompute", (False, True))
 @pytest.mark.parametrize("share", (0.3, 2))
-def test_training_is_that_of_an_optimizer_on_the_cpu(
+def test_training_equals_an_optimizer_on_the_cpu(
     share: float, recompute: bool, device: str, disk_dir: Path
 ) -> None:
     plain, net = model().to(device), model()
@@ -153,6 +155,6 @@ def test_training_is_that_of_an_optimizer_on_the_cpu(
                 assert torch.equal(value, optimizer.state_dict()["state"][name][kind])
         assert stats.bytes_onloaded >= 4 * COUNT * LAYER_BYTES
         assert stats.peak_bytes["HOST"] <= budget
-        # In each step values and states are wanted in RAM; gradients come there by themselves.
+        # Each step reads values and states in RAM; gradients arrive there anyway.
         assert stats.bytes_read >= 3 * max(0, 3 * COUNT * LAYER_BYTES - budget)
         ours.disable()

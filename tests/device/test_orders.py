@@ -1,11 +1,11 @@
-"""Whenever the device does its work, everybody gets the values that were meant for them.
+"""Every reader gets the right values, whenever the device does its work.
 
-Two threads, each with a stream of its own, share a small store. They compute with models that are
-kept in it, train, save activations, put groups, change and read them, and wait for nothing. What
-they do, the budgets, and the moments at which the device works are drawn by a seed. What they got
-is compared with what the CPU computes at once, without a store.
+Two threads, each with its own stream, share a small store. They compute with models in the store,
+train, save activations, put groups, change and read them, and wait for nothing. Their actions, the
+budgets, and the moments at which the device works are drawn by a seed. The results are compared
+with a CPU that computes at once, without a store.
 
-The controls take one of the waits out of the store. Each must be noticed within 50 seeds.
+Each control takes one of the waits out of the store. It must be noticed within 50 seeds.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ CONTROL_SEEDS = 50
 
 
 def square(value: int, device: str, pages: int = 1) -> torch.Tensor:
-    """Whole numbers, small enough for float32, made on the device; others for each value."""
+    """Return small whole numbers, exact in float32, made on the device; distinct for each value."""
     numbers = torch.arange(pages * WIDTH * WIDTH, dtype=torch.float32, device=device)
     return ((numbers + value) % 7 - 3).view(-1, WIDTH)
 
 
 def plain_model(seed: int, layers: int) -> nn.Sequential:
-    """Weights of -1, 0 and 1: sums are exact in any order."""
+    """Return a model with weights of -1, 0 and 1: sums are exact in any order."""
     generator = torch.Generator().manual_seed(seed)
     net = nn.Sequential()
     for _ in range(layers):
@@ -71,15 +71,15 @@ def loss_of(x: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
     return x.square().sum()
 
 
-class Party:
-    """One of the threads: what it does, and what it should get."""
+class Actor:
+    """One of the threads, with its actions and their expected results."""
 
     def __init__(self, number: int, seed: int, store: TierStore) -> None:
         self.random = random.Random(2 * seed + number)
         self.store = store
         self.stream = torch.Stream("pretend:0")
-        self.got: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # what, found, wanted
-        self.groups: dict[str, torch.Tensor] = {}  # that nobody else changes
+        self.got: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # action, found, expected
+        self.groups: dict[str, torch.Tensor] = {}  # groups that only this thread changes
         for i in range(3):
             self._put(f"{number}.{i}", "cpu")
         self.plain, self.net = plain_model(seed + number, 4), plain_model(seed + number, 4)
@@ -87,7 +87,7 @@ class Party:
         self.trainer = Trainer(seed, store) if number == 0 else None
 
     def run(self) -> None:
-        """Do a few things; find out at the end what came of them."""
+        """Do a few random actions; collect their results at the end."""
         actions: list[Callable[[], None]] = [
             self.read, self.read, self.read_two, self.change, self.put, self.get,
             self.infer, self.infer, self.save_activations,
@@ -103,7 +103,7 @@ class Party:
                 self.got.append((f"{key} at the end", self.store.get(key), self.groups[key]))
 
     def wrong(self) -> list[str]:
-        """What it got that it should not have got."""
+        """Return the actions with wrong results."""
         with self.stream:
             return [
                 what
@@ -138,7 +138,7 @@ class Party:
         value, pages = self.random.randrange(99), self.random.choice((1, 1, 2))
         tensor = square(value, device, pages) * 3
         self.store.put(key, tensor, durable=self.random.random() < 0.3)
-        tensor.fill_(-99)  # it is the caller's
+        tensor.fill_(-99)  # the tensor belongs to the caller
         self.groups[key] = square(value, "cpu", pages) * 3
 
     def get(self) -> None:
@@ -198,7 +198,7 @@ class Trainer:
 
 
 def play(seed: int, place: Path) -> list[str]:
-    """What was wrong in the history of a seed. Raises what the store raised."""
+    """Return the wrong results in the history of a seed. Raises the store's errors."""
     choose = random.Random(seed)
     device_pages, host_pages = choose.choice((12, 16, 32)), choose.choice((32, 48, 96))
     pretend.seed(seed)
@@ -208,26 +208,26 @@ def play(seed: int, place: Path) -> list[str]:
     ) as store:
         for i, key in enumerate(SHARED):
             store.put(key, square(i, "cpu", 2))
-        parties = [Party(number, seed, store) for number in range(2)]
-        errors = run_threads([party.run for party in parties])
-        wrong = [f"seed {seed}: {what}" for party in parties for what in party.wrong()]
-        for party in parties:
-            disable_offload(party.net)
-            if party.trainer is not None:
-                party.trainer.ours.disable()
+        actors = [Actor(number, seed, store) for number in range(2)]
+        errors = run_threads([actor.run for actor in actors])
+        wrong = [f"seed {seed}: {what}" for actor in actors for what in actor.wrong()]
+        for actor in actors:
+            disable_offload(actor.net)
+            if actor.trainer is not None:
+                actor.trainer.ours.disable()
     if errors:
         raise errors[0]
     return wrong
 
 
 @pytest.mark.timeout(3600)
-def test_all_values_are_right_whenever_the_device_works(tmp_path: Path) -> None:
+def test_values_are_right_whenever_the_device_works(tmp_path: Path) -> None:
     for seed in range(by_lane(6, 100, 2000)):
         assert play(seed, tmp_path) == []
 
 
 def release_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    """Memory is used again at once: what was recorded at the release is not looked at."""
+    """Reuse memory at once, without waiting for the event recorded at its release."""
     take = Arena.take
 
     def hasty(arena: Arena, nbytes: int) -> Slot:
@@ -239,18 +239,17 @@ def release_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
 
 
 def arrival_is_not_waited_for(patch: pytest.MonkeyPatch) -> None:
-    """A borrower does not wait for the copy that brings the group."""
+    """Do not let a lease's user wait for the copy that brings the group."""
     patch.setattr(Core, "order_after_arrival", lambda core, entry, stream: None)
 
 
-def use_is_not_noted(patch: pytest.MonkeyPatch) -> None:
-    """The store does not learn up to where a borrower uses the memory."""
+def use_is_not_recorded(patch: pytest.MonkeyPatch) -> None:
+    """Do not record how long a lease's user needs the memory."""
     patch.setattr(DeviceTier, "used_on", lambda tier, entry, event: None)
 
 
-def slot_is_given_back_early(patch: pytest.MonkeyPatch) -> None:
-    """A lease ends when it begins, with the event of that moment; its tensors are used all the
-    same."""
+def slot_is_released_early(patch: pytest.MonkeyPatch) -> None:
+    """End a lease as it begins, with the event of that moment; its tensors are still used."""
     acquire = TierStore.acquire
 
     def early(store: TierStore, *arguments: Any, **options: Any) -> Lease:
@@ -264,25 +263,27 @@ def slot_is_given_back_early(patch: pytest.MonkeyPatch) -> None:
 CONTROLS = (
     release_is_not_waited_for,
     arrival_is_not_waited_for,
-    use_is_not_noted,
-    slot_is_given_back_early,
+    use_is_not_recorded,
+    slot_is_released_early,
 )
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
-def test_a_missing_wait_is_noticed(
+def test_missing_wait_is_detected(
     control: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     control(monkeypatch)
     assert any(play(seed, tmp_path) for seed in range(CONTROL_SEEDS))
 
 
-# What is queued when a store closes --------------------------------------------------------------
+# Copies queued when a store closes ---------------------------------------------------------------
 
 
 def closes_with_copies_queued(seed: int, place: Path) -> int:
-    """How often memory that a copy still used was let go of by a store that saved activations and
-    was closed at once."""
+    """Return how often the store frees memory in use by a copy when it closes.
+
+    The store has saved activations, and is closed at once.
+    """
     choose = random.Random(seed)
     pretend.reset_counters()
     pretend.seed(seed)
@@ -301,20 +302,20 @@ def closes_with_copies_queued(seed: int, place: Path) -> int:
     return pretend.unregistered_in_use()
 
 
-def test_a_store_that_closes_waits_for_its_copies(tmp_path: Path) -> None:
+def test_closing_store_waits_for_its_copies(tmp_path: Path) -> None:
     for seed in range(by_lane(10, 100)):
         assert closes_with_copies_queued(seed, tmp_path) == 0
 
 
-def test_a_store_that_closed_without_waiting_is_noticed(
+def test_closing_store_without_waits_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control for the test above: neither who drops a slot waits, nor its memory's owner."""
+    """The control for the test above: neither the slot nor the memory's owner waits."""
     monkeypatch.setattr(Slot, "wait", lambda slot: None)
-    monkeypatch.setattr(RegisteredMemory, "keep_for", lambda *arguments: None)
+    monkeypatch.setattr(RegisteredMemory, "track_user", lambda *arguments: None)
     noticed = 0
     for seed in range(CONTROL_SEEDS):
-        with suppress(CorruptDataError):  # it was read while it came from disk
+        with suppress(CorruptDataError):  # it was read before it had arrived from disk
             noticed += closes_with_copies_queued(seed, tmp_path)
         if noticed:
             break

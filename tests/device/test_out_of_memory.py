@@ -1,4 +1,4 @@
-"""What happens when the memory of a device is all taken: the store gives back what nobody uses."""
+"""The memory of a device is full: the store releases memory that is not in use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEVICE = "pretend:0"
 WIDTH, COUNT = 256, 8
 LAYER_BYTES = 4 * WIDTH * WIDTH
 SCRATCH = 3 * LAYER_BYTES
-"""What the unit that runs out takes beside its weights: less than the weights of all others."""
+"""Bytes that the failing unit takes beside its weights: less than the weights of all others."""
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +66,7 @@ class Hungry(Plain):
 
 
 class Model(nn.Module):
-    """Runs its layers one after the other; the last gets what the model is given beside `x`."""
+    """Runs its layers one after the other; the last also gets the model's other arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,14 +97,16 @@ def model() -> Model:
 
 @pytest.fixture
 def store(model: Model, disk_dir: Path) -> Iterator[TierStore]:
-    """Holds all of the model on the device, which has no room for anything beside."""
+    """Return a store that holds all of the model on the device, and leaves no free memory."""
     with TierStore("64MB", disk_dir, device=DEVICE, device_budget="16MB") as store:
         dispatch_model(model, store)
         with torch.no_grad():
             model(rows())
             model(rows()).cpu()
-        assert store.stats().used_bytes["DEVICE"] >= COUNT * LAYER_BYTES, "all of it is there"
-        x = rows()  # what the passes themselves take is there, too
+        assert store.stats().used_bytes["DEVICE"] >= COUNT * LAYER_BYTES, (
+            "the model is not resident"
+        )
+        x = rows()  # includes the memory of the passes themselves
         pretend.set_memory_limit(pretend.memory_reserved() + LAYER_BYTES)
         del x
         model.hungry.runs = 0
@@ -119,24 +121,26 @@ def expected(*more: Any, act: Callable[..., Any] = lambda *given: 0.0) -> torch.
     return alone.to(DEVICE)(rows(), *more).cpu()
 
 
-def test_a_unit_that_runs_out_runs_again_when_the_store_has_given_way(
+def test_out_of_memory_unit_runs_again_after_the_store_yields(
     model: Model, store: TierStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "tierstore.adapters")
     with torch.no_grad():
         found = model(rows()).cpu()
     assert model.hungry.runs == 2
-    [told] = [r for r in caplog.records if "ran out of memory" in r.getMessage()]
-    assert told.levelno == logging.WARNING
-    assert told.getMessage().startswith("pretend:0 ran out of memory in a Hungry: the store gives ")
+    [record] = [r for r in caplog.records if "ran out of memory" in r.getMessage()]
+    assert record.levelno == logging.WARNING
+    assert record.getMessage().startswith(
+        "pretend:0 ran out of memory in a Hungry: the store releases "
+    )
     assert store.stats().used_bytes["DEVICE"] < COUNT * LAYER_BYTES
     pretend.set_memory_limit(None)
     assert torch.equal(found, expected())
-    with torch.no_grad():  # what was given up comes back
+    with torch.no_grad():  # evicted groups are loaded again
         assert torch.equal(model(rows()).cpu(), expected())
 
 
-def test_with_all_memory_there_nothing_runs_twice(model: Model, store: TierStore) -> None:
+def test_enough_memory_runs_each_unit_once(model: Model, store: TierStore) -> None:
     """The control."""
     pretend.set_memory_limit(None)
     with torch.no_grad():
@@ -145,13 +149,16 @@ def test_with_all_memory_there_nothing_runs_twice(model: Model, store: TierStore
     assert store.stats().used_bytes["DEVICE"] >= COUNT * LAYER_BYTES
 
 
-def test_who_runs_out_again_gets_the_error_and_advice(model: Model, store: TierStore) -> None:
+def test_out_of_memory_again_raises_with_advice(model: Model, store: TierStore) -> None:
     model.hungry.nbytes = 1 << 40
     with torch.no_grad(), pytest.raises(torch.OutOfMemoryError, match="out of memory") as caught:
         model(rows())
     assert model.hungry.runs == 2
     (note,) = caught.value.__notes__
-    assert f"may have {store.stats().budget_bytes['DEVICE']:,}" in note and "device_budget" in note
+    assert (
+        f"of a budget of {store.stats().budget_bytes['DEVICE']:,}" in note
+        and "device_budget" in note
+    )
     model.hungry.nbytes = 0
     with torch.no_grad():
         found = model(rows()).cpu()
@@ -180,21 +187,19 @@ def _replaced(model: Model) -> None:
     layer.add_module("inner", inner)
 
 
-NOT_AGAIN: dict[str, Callable[[Model], Any]] = {
+NOT_REPEATABLE: dict[str, Callable[[Model], Any]] = {
     "gradients are on": lambda model: None,
     "it is in training mode": lambda model: model.train(),
     "it wrote to what it was given": lambda model: setattr(model.hungry, "act", _writes),
     "it was given a list": lambda model: setattr(model.hungry, "act", _grows),
     "it has hooks": _hooked,
-    "a forward in it is somebody else's": _replaced,
+    "a forward in it was replaced": _replaced,
 }
 
 
-@pytest.mark.parametrize("why", NOT_AGAIN)
-def test_nothing_runs_again_that_may_then_be_another(
-    why: str, model: Model, store: TierStore
-) -> None:
-    NOT_AGAIN[why](model)
+@pytest.mark.parametrize("why", NOT_REPEATABLE)
+def test_out_of_memory_unit_not_repeatable_raises(why: str, model: Model, store: TierStore) -> None:
+    NOT_REPEATABLE[why](model)
     more = [[]] if why == "it was given a list" else []
     inside = nullcontext() if why == "gradients are on" else torch.no_grad()
     with inside, pytest.raises(torch.OutOfMemoryError) as caught:
@@ -203,16 +208,16 @@ def test_nothing_runs_again_that_may_then_be_another(
     assert "device_budget" in caught.value.__notes__[0]
 
 
-def test_nothing_runs_again_where_there_is_nothing_to_give(model: Model, store: TierStore) -> None:
+def test_out_of_memory_with_nothing_to_release_raises(model: Model, store: TierStore) -> None:
     with torch.no_grad():
-        model.hungry.act = lambda *given: engine_of(store).device_memory.give_back() or 0.0
+        model.hungry.act = lambda *given: engine_of(store).device_memory.free_idle() or 0.0
         model.hungry.nbytes = 1 << 40
         with pytest.raises(torch.OutOfMemoryError):
             model(rows())
     assert model.hungry.runs == 1
 
 
-def test_random_numbers_are_the_same_again(model: Model, store: TierStore) -> None:
+def test_out_of_memory_rerun_draws_the_same_random_numbers(model: Model, store: TierStore) -> None:
     def noise(x: torch.Tensor, *more: Any) -> torch.Tensor:
         return torch.rand_like(x) + torch.rand(4, WIDTH).to(x.device)
 
@@ -223,7 +228,7 @@ def test_random_numbers_are_the_same_again(model: Model, store: TierStore) -> No
     assert model.hungry.runs == 2
     pretend.set_memory_limit(None)
     torch.manual_seed(3)
-    # The weights of the model that it is compared with are drawn before the seed is set again.
+    # The reference model draws its weights before the seed is set again.
     assert torch.equal(found, expected_with(noise))
 
 
@@ -235,21 +240,21 @@ def expected_with(act: Callable[..., Any]) -> torch.Tensor:
         return alone(rows(), (1, "plain")).cpu()
 
 
-def test_a_slot_of_another_size_gives_way_where_the_device_is_full() -> None:
+def test_full_device_idle_slot_of_another_size_is_freed() -> None:
     arena = device_arena(None, torch.device(DEVICE), torch.Stream(DEVICE))
     idle = arena.take(8 * PAGE)
     arena.fill(idle)
-    arena.give(idle)
+    arena.release(idle)
     pretend.set_memory_limit(pretend.memory_reserved() + 2 * PAGE)
     slot = arena.take(10 * PAGE)
     assert arena.fill(slot).numel() == 10 * PAGE
-    assert (arena.made, arena.unmade) == (2, 1)
+    assert (arena.allocations, arena.frees) == (2, 1)
     with pytest.raises(torch.OutOfMemoryError):
         arena.fill(arena.take(9 * PAGE))
     arena.close()
 
 
-def test_a_lease_gets_its_group_where_the_device_is_full(disk_dir: Path) -> None:
+def test_full_device_lease_gets_its_group(disk_dir: Path) -> None:
     with TierStore("1MB", disk_dir, device=DEVICE, device_budget="1MB") as store:
         for name, npages in (("small", 8), ("large", 10)):
             store.put(name, {"a": torch.full((npages * PAGE,), npages, dtype=torch.uint8)})
@@ -263,7 +268,7 @@ def test_a_lease_gets_its_group_where_the_device_is_full(disk_dir: Path) -> None
             assert lease.tensors["a"].cpu().unique().tolist() == [10]
 
 
-def test_stats_tell_what_torch_has_reserved(disk_dir: Path) -> None:
+def test_stats_report_memory_reserved_by_torch(disk_dir: Path) -> None:
     with TierStore("1MB", disk_dir, device=DEVICE, device_budget="1MB") as store:
         before = store.stats().reserved_bytes["DEVICE"]
         other = torch.empty(5 * PAGE, dtype=torch.uint8, device=DEVICE)
@@ -274,7 +279,7 @@ def test_stats_tell_what_torch_has_reserved(disk_dir: Path) -> None:
         assert store.stats().reserved_bytes == {}
 
 
-def test_a_unit_around_one_that_ran_out_does_not_run_again(disk_dir: Path) -> None:
+def test_out_of_memory_inner_unit_outer_unit_runs_once(disk_dir: Path) -> None:
     class Around(Plain):
         def __init__(self) -> None:
             super().__init__()
@@ -297,6 +302,6 @@ def test_a_unit_around_one_that_ran_out_does_not_run_again(disk_dir: Path) -> No
     assert len(caught.value.__notes__) == 1
 
 
-def test_a_device_without_a_cache_has_none_to_empty() -> None:
+def test_cpu_has_no_cache_to_empty() -> None:
     empty_cache(torch.device("cpu"))
     assert reserved_bytes(torch.device("cpu")) is None

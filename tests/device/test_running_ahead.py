@@ -1,7 +1,7 @@
-"""The caller runs far ahead of the device, and still no more memory is reserved there.
+"""The caller runs far ahead of the device, without more memory being reserved there.
 
-torch frees memory in the caller's time, the device uses it in its own. What is reserved on the
-device may be no more than the budget, what the model itself takes there, and one group.
+Memory is freed in the caller's time; the device uses it later. The memory reserved on the device
+may be no more than the budget, the model's own memory there, and one group.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ pytestmark = pytest.mark.pretend_only("late")
 
 DEVICE = "pretend"
 WIDTH, COUNT = 128, 16
-ROWS = WIDTH  # so that all that is saved is as large as a weight
+ROWS = WIDTH  # so that each saved tensor is as large as a weight
 GROUP = 4 * WIDTH * WIDTH
 BUDGET = 4 * GROUP
 SLOWNESS = (0, 20, None)
-"""How many calls the caller is ahead: none, twenty for each kernel, as many as there are."""
+"""Number of calls by which the caller is ahead: none, twenty for each kernel, unlimited."""
 
 at_any_speed = pytest.mark.parametrize("slowness", SLOWNESS, ids="slowness {}".format)
 
@@ -50,7 +50,7 @@ def same_moments() -> Iterator[None]:
 
 
 class Peak:
-    """The most bytes reserved on the device since now, over those in use now."""
+    """The peak of reserved device bytes since its creation, above those in use then."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -65,7 +65,7 @@ class Peak:
 
 
 def layers() -> nn.Sequential:
-    """Weights large enough for the gradient of each tanh to depend on what it has saved."""
+    """Return layers whose weights make the gradient of each tanh depend on its input."""
     torch.manual_seed(0)
     parts = [nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh()) for _ in range(COUNT)]
     net = nn.Sequential(*parts)
@@ -83,7 +83,7 @@ def store_in(place: Path, ram: int = 4 * COUNT * GROUP) -> TierStore:
 
 
 def in_step(net: nn.Module, run: Callable[[nn.Module], torch.Tensor]) -> tuple[torch.Tensor, int]:
-    """What a run of a model gives, and takes beside it on a device that does all at the call."""
+    """Return a model's result, and the bytes that it takes on a device that runs calls at once."""
     pretend.set_slowness(0)
     peak = Peak()
     return run(net).cpu(), peak.reserved
@@ -94,8 +94,10 @@ def in_step(net: nn.Module, run: Callable[[nn.Module], torch.Tensor]) -> tuple[t
 
 @at_any_speed
 @pytest.mark.parametrize("how", [dispatch_model, enable_group_offload])
-def test_a_model_larger_than_the_budget(how: Any, slowness: float | None, disk_dir: Path) -> None:
-    """Under two streams of the caller: each has memory of its own for activations."""
+def test_inference_model_larger_than_the_budget_fits(
+    how: Any, slowness: float | None, disk_dir: Path
+) -> None:
+    """The caller uses two streams: each has separate memory for activations."""
     net = layers()
     with torch.no_grad():
         wanted, activations = in_step(layers().to(DEVICE), lambda resident: resident(rows()))
@@ -120,7 +122,10 @@ def test_a_model_larger_than_the_budget(how: Any, slowness: float | None, disk_d
 
 
 def gradient(net: nn.Module, context: AbstractContextManager[Any]) -> torch.Tensor:
-    """That of the input. Those of weights are dropped as they come, so that they take no room."""
+    """Return the gradient of the input.
+
+    Gradients of weights are dropped at once, to take no memory.
+    """
     x = rows().requires_grad_()
     with context:
         loss = net(x).square().mean()
@@ -142,15 +147,17 @@ def on_the_device() -> nn.Module:
 
 @pytest.fixture
 def step() -> tuple[nn.Module, torch.Tensor, int]:
-    """A model, the gradient of its input, and what a step takes while nothing that it saves is on
-    the device."""
+    """Return a model, the gradient of its input, and the bytes of a step.
+
+    The step's saved tensors are not on the device.
+    """
     net = on_the_device()
     return net, *in_step(net, lambda net: gradient(net, save_on_cpu()))
 
 
 @at_any_speed
 @pytest.mark.parametrize("share", [0.5, 4], ids=["with the disk", "in RAM"])
-def test_activations(
+def test_activations_beyond_the_budget_fit(
     share: float,
     slowness: float | None,
     step: tuple[nn.Module, torch.Tensor, int],
@@ -170,8 +177,8 @@ def test_activations(
         assert stats.peak_bytes["DEVICE"] <= BUDGET
 
 
-def left_to_the_allocator(self: ReadLeases, lease: Any) -> torch.UntypedStorage:
-    """Memory of another stream that is only free when the reader's work has passed."""
+def left_to_allocator(self: ReadLeases, lease: Any) -> torch.UntypedStorage:
+    """View memory of another stream that is only free when the reader's work has passed."""
     with lease:
         reader = torch.accelerator.current_stream(DEVICE)
         with torch.Stream(DEVICE) as other:
@@ -183,15 +190,15 @@ def left_to_the_allocator(self: ReadLeases, lease: Any) -> torch.UntypedStorage:
 
 
 @pytest.mark.parametrize("slowness", SLOWNESS[1:], ids="slowness {}".format)
-def test_more_would_be_noticed(
+def test_memory_outside_the_budget_is_detected(
     slowness: float | None,
     step: tuple[nn.Module, torch.Tensor, int],
     monkeypatch: pytest.MonkeyPatch,
     disk_dir: Path,
 ) -> None:
-    """The control: what is handed over is in no budget."""
+    """The control: no budget counts the memory that is handed over."""
     net, wanted, activations = step
-    monkeypatch.setattr(ReadLeases, "view", left_to_the_allocator)
+    monkeypatch.setattr(ReadLeases, "view", left_to_allocator)
     with store_in(disk_dir) as store:
         peak = Peak()
         pretend.set_slowness(slowness)
@@ -200,13 +207,13 @@ def test_more_would_be_noticed(
         assert peak.reserved > BUDGET + activations + GROUP
 
 
-def nobody_is_waited_for(patch: pytest.MonkeyPatch) -> None:
-    """What ends a lease leaves no event behind."""
+def leases_record_no_event(patch: pytest.MonkeyPatch) -> None:
+    """Let the end of a lease record no event."""
     patch.setattr(DeviceTier, "used_on", lambda tier, entry, event: None)
 
 
-def nobody_waits(patch: pytest.MonkeyPatch) -> None:
-    """What was saved is let go of before it is copied, and nothing waits for that."""
+def frees_before_the_copy(patch: pytest.MonkeyPatch) -> None:
+    """Free saved tensors before they are copied, without a wait."""
     patch.setattr(
         cache,
         "PendingCopy",
@@ -214,8 +221,8 @@ def nobody_waits(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.parametrize("fault", [nobody_is_waited_for, nobody_waits])
-def test_memory_that_is_used_again_too_early_would_be_noticed(
+@pytest.mark.parametrize("fault", [leases_record_no_event, frees_before_the_copy])
+def test_memory_reused_too_early_is_detected(
     fault: Callable[[pytest.MonkeyPatch], None],
     step: tuple[nn.Module, torch.Tensor, int],
     monkeypatch: pytest.MonkeyPatch,
@@ -243,7 +250,9 @@ def test_memory_that_is_used_again_too_early_would_be_noticed(
 
 @at_any_speed
 @pytest.mark.parametrize("saved", ["kept", "offloaded"])
-def test_training(saved: str, slowness: float | None, disk_dir: Path) -> None:
+def test_training_model_larger_than_the_budget_fits(
+    saved: str, slowness: float | None, disk_dir: Path
+) -> None:
     how: Callable[[], Any] = {"kept": torch.enable_grad, "offloaded": save_on_cpu}[saved]
     wanted, activations = in_step(on_the_device(), lambda net: gradient(net, how()))
     with store_in(disk_dir, 16 * COUNT * GROUP) as store:

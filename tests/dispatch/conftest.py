@@ -1,4 +1,4 @@
-"""Checkpoints and plain runs, each made once for all tests of dispatch; stores of a known size."""
+"""Fixtures: checkpoints and plain runs, made once for all tests, and stores of a known size."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ __all__ = ["DEVICES"]
 ON_BOTH = pytest.mark.parametrize("device", DEVICES)
 
 SHARE = 0.2
-"""Of the weights of `model`, what its store may hold on each tier in memory."""
+"""Budget of a store on each memory tier, as a fraction of the weights of `model`."""
 
 Checkpoints = Callable[..., Path]
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
-    """`checkpoint(kind, seed=0)`: a directory that nobody may change."""
+    """Return `checkpoint(kind, seed=0)`, which makes a read-only directory."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     @functools.cache
@@ -44,8 +44,11 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a plain model computes twice. `needed` are the bytes of the weights of what it calls,
-    each time; `weights` those of all."""
+    """The output of a plain model, computed twice.
+
+    `needed` are the bytes of the weights of the modules that it calls, each time; `weights` those
+    of all.
+    """
 
     outputs: models.Outputs
     weights: int
@@ -57,8 +60,11 @@ References = Callable[..., Reference]
 
 @pytest.fixture(scope="session")
 def reference(checkpoint: Checkpoints) -> References:
-    """`reference(kind, device="cpu")`: the reloaded model's, and `built=True` for the one that was
-    never saved: its weights are aligned otherwise, which shows in last bits."""
+    """Return `reference(kind, device="cpu")`, the reference of the reloaded model.
+
+    `built=True` is for the one that was never saved: its weights are aligned otherwise, which shows
+    in last bits.
+    """
 
     @functools.cache
     def make(kind: str, device: str, built: bool) -> Reference:
@@ -80,7 +86,7 @@ def on_cpu(outputs: models.Outputs) -> models.Outputs:
 def store_for(
     target: nn.Module | int, disk_dir: Path, device: str = "cpu", share: float = 1 / 3
 ) -> Iterator[TierStore]:
-    """A store that may hold `share` of a model (or of so many bytes) on each tier in memory."""
+    """Return a store that holds `share` of a model (or of so many bytes) on each memory tier."""
     weights = target if isinstance(target, int) else parameter_bytes(target)
     with open_store(disk_dir, int(weights * share), device) as store:
         yield store
@@ -88,14 +94,14 @@ def store_for(
 
 @pytest.fixture
 def store(device: str, disk_dir: Path) -> Iterator[TierStore]:
-    """A store for `model`."""
+    """Return a store for `model`."""
     with store_for(models.build("parts"), disk_dir, device, SHARE) as store:
         yield store
 
 
 @pytest.fixture
 def model(store: TierStore) -> Any:
-    """A dispatched model that has run: whatever stays in memory is there."""
+    """Return a dispatched model that has run, so that its resident weights are in memory."""
     model = dispatch_model(models.build("parts"), store)
     models.run("parts", model)
     assert_moved(store)
@@ -103,7 +109,7 @@ def model(store: TierStore) -> Any:
 
 
 def assert_moved(store: TierStore) -> None:
-    """A run of `model` read what cannot have been in memory; all but the unused part."""
+    """Check that a run of `model` read the weights that did not fit in memory."""
     stats = store.stats()
     memory = sum(b for tier, b in stats.budget_bytes.items() if tier != "DISK" and b is not None)
     needed = parameter_bytes(models.build("parts")) - models.LAYER_BYTES
@@ -113,7 +119,7 @@ def assert_moved(store: TierStore) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """The parameters of a model as they are now: which objects, and copies of their values."""
+    """Snapshot of a model's parameters: the objects, and copies of their values."""
 
     objects: dict[str, int]
     values: dict[str, torch.Tensor]
@@ -126,14 +132,14 @@ class Weights:
             {name: parameter.detach().cpu().clone() for name, parameter in named.items()},
         )
 
-    def assert_at_home(self, model: nn.Module) -> None:
-        """The same objects in the same places, on the CPU, each of its true value."""
+    def assert_unchanged(self, model: nn.Module) -> None:
+        """Check that the same objects are on the CPU, with their addresses and true values."""
         named = dict(model.named_parameters(remove_duplicate=False))
         assert {name: id(parameter) for name, parameter in named.items()} == self.objects
         self.assert_equal_to(model)
 
     def assert_equal_to(self, model: nn.Module) -> None:
-        """On the CPU, each of its true value."""
+        """Check that the parameters are on the CPU, with their true values."""
         named = dict(model.named_parameters(remove_duplicate=False))
         assert named.keys() == self.values.keys()
         for name, value in self.values.items():
@@ -143,7 +149,7 @@ class Weights:
 
 
 def assert_ordinary(model: nn.Module) -> None:
-    """Every method of every module is its class's own."""
+    """Check that every method of every module is that of its class."""
     for name, module in model.named_modules():
         for method in vars(module):
             its_own = getattr(type(module), method, None)
@@ -152,6 +158,6 @@ def assert_ordinary(model: nn.Module) -> None:
 
 
 def evict(store: TierStore) -> None:
-    """Let everything go from the device that is not in use."""
+    """Evict everything from the device that is not in use."""
     for key in store:
         store.offload(key)

@@ -1,10 +1,10 @@
-"""A process with little memory, which does something with a dispatched Llama.
+"""Run something with a dispatched Llama in a process with little memory.
 
     python -m tests.dispatch.limited '{"how": ..., "checkpoint": ..., "place": ..., "budget": ...}'
 
-Prints a line of JSON. The memory that counts is anonymous: a map of a file is the page cache's.
-Before it is first looked at, a tiny model has run, so that threads and code that is imported late
-are no part of what is measured.
+Prints a line of JSON. Only anonymous memory counts: a map of a file belongs to the page cache.
+Before the first measurement, a tiny model has run, so that threads and lazily imported code do not
+count.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SHARD = 50_000_000
 
 
 def only(more: int) -> None:
-    """From now on this process may take so many bytes more."""
+    """Limit the growth of this process from now on, in bytes."""
     limit = data_bytes() + more
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def into_memory(checkpoint: Path) -> Any:
-    """The usual model, its weights copied into memory."""
+    """Return the usual model, with its weights copied into memory."""
     model = llama.empty_for(checkpoint)
     for file in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(file, framework="pt") as shard:
@@ -46,32 +46,32 @@ def into_memory(checkpoint: Path) -> Any:
 
 
 def weights_of(checkpoint: str) -> dict[str, torch.Tensor]:
-    """A state dict whose tensors are maps of the checkpoint's files."""
+    """Return a state dict whose tensors are maps of the checkpoint's files."""
     files = sorted(Path(checkpoint).glob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 
-def do(model: Any, told: dict[str, Any]) -> None:
-    """What is asked for, before the model writes."""
-    if told["how"] == "limit":
-        only(told["budget"] + MARGIN)
-    elif told["how"] == "save":
-        model.save_pretrained(told["target"], max_shard_size=SHARD)
-    elif told["how"] == "load":
-        model.load_state_dict(weights_of(told["target"]))
-    elif told["how"] == "halve":
+def do(model: Any, options: dict[str, Any]) -> None:
+    """Run the requested operation before the model generates."""
+    if options["how"] == "limit":
+        only(options["budget"] + MARGIN)
+    elif options["how"] == "save":
+        model.save_pretrained(options["target"], max_shard_size=SHARD)
+    elif options["how"] == "load":
+        model.load_state_dict(weights_of(options["target"]))
+    elif options["how"] == "halve":
         model.to(torch.bfloat16)
 
 
-def dispatched(told: dict[str, Any]) -> dict[str, Any]:
-    """With a store."""
-    checkpoint, place = Path(told["checkpoint"]), Path(told["place"])
-    dtype = torch.bfloat16 if told["how"] == "cast" else None
-    with AnonymousPeak() as peak, TierStore(told["budget"], place, device="cpu") as store:
+def dispatched(options: dict[str, Any]) -> dict[str, Any]:
+    """Run with a store."""
+    checkpoint, place = Path(options["checkpoint"]), Path(options["place"])
+    dtype = torch.bfloat16 if options["how"] == "cast" else None
+    with AnonymousPeak() as peak, TierStore(options["budget"], place, device="cpu") as store:
         model = load_checkpoint_and_dispatch(
             llama.empty_for(checkpoint), checkpoint, store, dtype=dtype
         )
-        do(model, told)
+        do(model, options)
         text = llama.write(model, TOKENS)
         stats = store.stats()
         files = {str(f.relative_to(place)): f.stat().st_size for f in place.rglob("*")}
@@ -87,16 +87,16 @@ def dispatched(told: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def usual(told: dict[str, Any]) -> dict[str, Any]:
-    """The control: without a store."""
-    if told["how"] == "usual, limit":
-        only(told["budget"] + MARGIN)
-    return {"tokens": llama.write(into_memory(Path(told["checkpoint"])), TOKENS).tokens}
+def usual(options: dict[str, Any]) -> dict[str, Any]:
+    """Run the control: without a store."""
+    if options["how"] == "usual, limit":
+        only(options["budget"] + MARGIN)
+    return {"tokens": llama.write(into_memory(Path(options["checkpoint"])), TOKENS).tokens}
 
 
-def main(told: dict[str, Any]) -> None:
+def main(options: dict[str, Any]) -> None:
     llama.warm_up()
-    result = (usual if told["how"].startswith("usual") else dispatched)(told)
+    result = (usual if options["how"].startswith("usual") else dispatched)(options)
     print("RESULT " + json.dumps(result))
 
 

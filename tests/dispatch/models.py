@@ -1,7 +1,7 @@
-"""Models of every kind, built from configs with random weights, and what each computes.
+"""Models of every kind, built from configs with random weights, and their expected outputs.
 
 Each of them has many small weights: none is larger than a twentieth of all, so that a budget of a
-tenth of the weights can hold whatever one module needs. Inputs and outputs are on the CPU.
+tenth of the weights can hold the needs of any one module. Inputs and outputs are on the CPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ diffusers.utils.logging.disable_progress_bar()
 
 
 class Parts(nn.Module):
-    """Tied and unused weights, a weight of its own around its blocks, buffers of both kinds."""
+    """Tied and unused weights, a weight beside the blocks, and buffers of both kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Tower(nn.Module):
 
 
 def draw(model: nn.Module, seed: int = 0) -> nn.Module:
-    """Random weights of a moderate size; statistics that are not the usual ones."""
+    """Draw random weights of a moderate size, and unusual statistics."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data.normal_(generator=generator)
@@ -84,12 +84,12 @@ def draw(model: nn.Module, seed: int = 0) -> nn.Module:
 
 
 def rows(seed: int = 1, count: int = 3) -> torch.Tensor:
-    """An input of a tower."""
+    """Return an input of a tower."""
     return torch.randn(count, WIDTH, generator=torch.Generator().manual_seed(seed))
 
 
 def tokens(seed: int = 1, shape: tuple[int, ...] = (5,), most: int = WIDTH) -> torch.Tensor:
-    """Token ids, an input of `Parts` or of a language model; 0 to 2 mean something."""
+    """Return token ids, an input of `Parts` or of a language model; 0 to 2 have a meaning."""
     return torch.randint(3, most, shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -156,7 +156,7 @@ def _run_parts(model: Any, device: str) -> Outputs:
 
 
 def prompt(device: str = "cpu") -> torch.Tensor:
-    """The input of a language model."""
+    """Return the input of a language model."""
     return tokens(shape=(2, 7), most=96).to(device)
 
 
@@ -187,12 +187,12 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 def generated(model: Any, way: str, device: str = "cpu") -> Outputs:
-    """The text that a language model writes."""
+    """Return the text that a language model generates."""
     torch.manual_seed(5)
     return {way: model.generate(prompt(device), max_new_tokens=3, **WAYS[way])}
 
 
-# All of it ----------------------------------------------------------------------------------------
+# All checks ---------------------------------------------------------------------------------------
 
 
 def _save_parts(model: Any, directory: Path) -> None:
@@ -217,7 +217,7 @@ def _load_llama(directory: Path) -> nn.Module:
 
 @dataclass(frozen=True)
 class Kind:
-    """How to make one kind of model and what to compute with it."""
+    """Functions that make and run one kind of model."""
 
     make: Callable[[], Any]
     load: Callable[[Path], Any]
@@ -237,23 +237,23 @@ KINDS = tuple(_KINDS)
 
 
 def build(kind: str, seed: int = 0) -> Any:
-    """A model in memory."""
+    """Return a model in memory."""
     return draw(_KINDS[kind].make(), seed)
 
 
 def save(kind: str, model: nn.Module, directory: Path) -> Path:
-    """A checkpoint of it, in several files where the library does that."""
+    """Save a checkpoint of the model, in several files where the library does that."""
     _KINDS[kind].save(model, directory)
     return directory
 
 
 def load(kind: str, directory: Path) -> Any:
-    """A checkpoint's model as its users load it: its weights are maps of the files."""
+    """Load a checkpoint's model as its users do: its weights are maps of the files."""
     return _KINDS[kind].load(directory).eval()
 
 
 def empty(kind: str) -> Any:
-    """A model whose parameters are on meta, as accelerate's users make it."""
+    """Return a model whose parameters are on meta, as accelerate's users make it."""
     with init_empty_weights():
         model = _KINDS[kind].make()
     if hasattr(model, "tie_weights"):
@@ -263,12 +263,12 @@ def empty(kind: str) -> Any:
 
 @torch.no_grad()
 def forward(kind: str, model: Any, device: str = "cpu") -> Outputs:
-    """What one forward computes from inputs on `device`, wherever the outputs are."""
+    """Return the output of one forward for inputs on `device`, wherever the outputs are."""
     return _KINDS[kind].outputs(model, device)
 
 
 def run(kind: str, model: Any, device: str = "cpu") -> Outputs:
-    """The same, and what a language model writes."""
+    """Return the outputs of `forward`, and the text that a language model generates."""
     outputs = forward(kind, model, device)
     for way in ("greedy", "sampled") if kind in LANGUAGE_MODELS else ():
         outputs |= generated(model, way, device)
@@ -276,7 +276,7 @@ def run(kind: str, model: Any, device: str = "cpu") -> Outputs:
 
 
 def in_files(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint, read from its files."""
+    """Return all tensors of a checkpoint, read from its files."""
     found: dict[str, torch.Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         found |= load_file(path)

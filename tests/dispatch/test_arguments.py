@@ -1,4 +1,4 @@
-"""Every argument of dispatch, what it refuses, and that a refusal changes nothing."""
+"""Arguments of dispatch: the invalid ones raise and change nothing."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tierstore import (
 from tierstore.errors import BudgetError, ClosedError
 
 pytestmark = pytest.mark.full(
-    "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+    "model and dispatch method are independent; test_parity.py covers both devices",
     keep="any device",
 )
 
@@ -69,7 +69,7 @@ FUNCTIONS = ("dispatch_model", "load_checkpoint_and_dispatch", "cpu_offload", "d
 
 @pytest.fixture(params=FUNCTIONS)
 def dispatch(request: pytest.FixtureRequest, tower_file: Path) -> Dispatch:
-    """Each of them, called with a model and a store."""
+    """Yield each way to dispatch, called with a model and a store."""
     if request.param == "load_checkpoint_and_dispatch":
         return lambda model, store, **rest: load_checkpoint_and_dispatch(
             model, tower_file, store, **rest
@@ -82,8 +82,8 @@ def dispatch(request: pytest.FixtureRequest, tower_file: Path) -> Dispatch:
 
 
 def assert_refused(model: Any, store: TierStore, weights: Weights) -> None:
-    """The model is as before, and can be dispatched still."""
-    weights.assert_at_home(model)
+    """Check that the model is unchanged, and can still be dispatched."""
+    weights.assert_unchanged(model)
     assert_ordinary(model)
     assert not [key for key in store if not key.startswith("weights/")]
     assert torch.equal(run(model), outputs())
@@ -105,7 +105,9 @@ REPLACED = {
 
 
 @ON_BOTH
-def test_what_the_store_replaces(device: str, dispatch: Dispatch, store: TierStore) -> None:
+def test_argument_replaced_by_the_store_raises(
+    device: str, dispatch: Dispatch, store: TierStore
+) -> None:
     model = models.Tower()
     weights = Weights.of(model)
     for name, (value, advice) in REPLACED.items():
@@ -127,7 +129,7 @@ HARMLESS = {
 
 
 @ON_BOTH
-def test_what_has_no_effect(device: str, dispatch: Dispatch, store: TierStore) -> None:
+def test_harmless_argument_has_no_effect(device: str, dispatch: Dispatch, store: TierStore) -> None:
     model = models.Tower()
     assert dispatch(model, store, **HARMLESS) is model
     for _ in range(2):
@@ -136,7 +138,7 @@ def test_what_has_no_effect(device: str, dispatch: Dispatch, store: TierStore) -
 
 
 @ON_BOTH
-def test_what_nobody_knows(device: str, dispatch: Dispatch, store: TierStore) -> None:
+def test_unknown_argument_raises(device: str, dispatch: Dispatch, store: TierStore) -> None:
     model = models.Tower()
     weights = Weights.of(model)
     with pytest.raises(TypeError, match="unexpected keyword argument 'offload_directory'"):
@@ -149,7 +151,9 @@ def test_what_nobody_knows(device: str, dispatch: Dispatch, store: TierStore) ->
 
 @needs_accelerator
 @ON_BOTH
-def test_the_store_s_device(device: str, dispatch: Dispatch, store: TierStore) -> None:
+def test_other_device_than_the_store_raises(
+    device: str, dispatch: Dispatch, store: TierStore
+) -> None:
     offloads = dispatch in (cpu_offload, disk_offload)
     name = "execution_device" if offloads else "main_device"
     model = models.Tower()
@@ -159,7 +163,7 @@ def test_the_store_s_device(device: str, dispatch: Dispatch, store: TierStore) -
     for place in wrong:
         with pytest.raises(ValueError, match=rf"{name}.*{device}|meta device"):
             dispatch(model, store, **{name: place})
-        weights.assert_at_home(model)
+        weights.assert_unchanged(model)
     assert not store.keys()
     right = [None, "cpu", torch.device("cpu")]
     if device != "cpu":
@@ -170,11 +174,11 @@ def test_the_store_s_device(device: str, dispatch: Dispatch, store: TierStore) -
         assert torch.equal(run(model), outputs(device))
 
 
-# What cannot be dispatched ------------------------------------------------------------------------
+# Models that cannot be dispatched -----------------------------------------------------------------
 
 
 @ON_BOTH
-def test_no_model(device: str, dispatch: Dispatch, store: TierStore) -> None:
+def test_object_not_a_model_raises(device: str, dispatch: Dispatch, store: TierStore) -> None:
     for thing in (None, {"weight": torch.zeros(1)}, [models.Tower()], models.Tower):
         with pytest.raises(TypeError, match="module"):
             dispatch(thing, store)
@@ -182,8 +186,10 @@ def test_no_model(device: str, dispatch: Dispatch, store: TierStore) -> None:
 
 
 @ON_BOTH
-def test_no_store(device: str, dispatch: Dispatch, store: TierStore, tmp_path: Path) -> None:
-    """As accelerate is called: the second argument is a map there, or a directory."""
+def test_object_not_a_store_raises(
+    device: str, dispatch: Dispatch, store: TierStore, tmp_path: Path
+) -> None:
+    """accelerate takes a map or a directory as the second argument."""
     for thing in (None, {"": "cpu"}, "auto", tmp_path, 0):
         model = models.Tower()
         with pytest.raises(TypeError, match=r"TierStore\("):
@@ -192,21 +198,21 @@ def test_no_store(device: str, dispatch: Dispatch, store: TierStore, tmp_path: P
 
 
 @ON_BOTH
-def test_a_closed_store(device: str, dispatch: Dispatch, disk_dir: Path) -> None:
+def test_closed_store_raises(device: str, dispatch: Dispatch, disk_dir: Path) -> None:
     model = models.Tower()
     weights = Weights.of(model)
     with store_for(model, disk_dir, device) as store:
         pass
     with pytest.raises(ClosedError):
         dispatch(model, store)
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
     assert_ordinary(model)
     assert torch.equal(run(model), outputs())
 
 
 @ON_BOTH
 @pytest.mark.parametrize("way", (dispatch_model, cpu_offload, disk_offload))
-def test_weights_on_meta(way: Dispatch, device: str, store: TierStore) -> None:
+def test_weights_on_meta_raise(way: Dispatch, device: str, store: TierStore) -> None:
     model = models.empty("parts")
     with pytest.raises(ValueError, match=r"meta.*load_checkpoint_and_dispatch"):
         way(model, store)
@@ -222,7 +228,7 @@ def test_weights_on_meta(way: Dispatch, device: str, store: TierStore) -> None:
 
 
 @ON_BOTH
-def test_a_model_that_accelerate_offloads(
+def test_model_offloaded_by_accelerate_raises(
     device: str, dispatch: Dispatch, store: TierStore
 ) -> None:
     model = models.Tower()
@@ -236,10 +242,10 @@ def test_a_model_that_accelerate_offloads(
 
 
 @ON_BOTH
-def test_a_model_with_a_hook_of_accelerate(
+def test_model_with_a_hook_of_accelerate_raises(
     device: str, dispatch: Dispatch, store: TierStore
 ) -> None:
-    """Its weights are real: still two would move them."""
+    """Its weights are real, but two libraries would move them."""
     model = models.Tower()
     hook = accelerate.hooks.AlignDevicesHook(execution_device="cpu")
     accelerate.hooks.add_hook_to_module(model.layers[1], hook)
@@ -252,23 +258,23 @@ def test_a_model_with_a_hook_of_accelerate(
 
 
 @ON_BOTH
-def test_a_model_that_diffusers_offloads(
+def test_model_offloaded_by_diffusers_raises(
     device: str, dispatch: Dispatch, store: TierStore, tmp_path: Path
 ) -> None:
     model = models.Tower()
     diffusers_offload(model, tmp_path / "diffusers")
-    with pytest.raises(ValueError, match="offloaded already"):
+    with pytest.raises(ValueError, match="already offloaded"):
         dispatch(model, store)
     assert not store.keys()
 
 
 @ON_BOTH
-def test_a_model_that_is_offloaded_in_groups(
+def test_model_offloaded_in_groups_raises(
     device: str, dispatch: Dispatch, store: TierStore
 ) -> None:
     model = models.Tower()
     with enable_group_offload(model, store):
-        with pytest.raises(ValueError, match=r"offloaded.* already"):
+        with pytest.raises(ValueError, match="already offloaded"):
             dispatch(model, store)
         assert torch.equal(run(model), outputs(device))
     dispatch(model, store)
@@ -278,14 +284,14 @@ def test_a_model_that_is_offloaded_in_groups(
 
 
 @ON_BOTH
-def test_a_checkpoint_for_a_model_that_is_dispatched(
+def test_checkpoint_for_a_dispatched_model_raises(
     device: str, tower_file: Path, store: TierStore
 ) -> None:
     model = dispatch_model(models.Tower(seed=4), store)
     weights = Weights.of(model)
     with pytest.raises(ValueError, match=r"disable_offload.*load_state_dict"):
         load_checkpoint_and_dispatch(model, tower_file, store)
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
     load_checkpoint_and_dispatch(disable_offload(model), tower_file, store)
     assert torch.equal(run(model), outputs(device))
 
@@ -305,7 +311,7 @@ class Uneven(models.Tower):
 
 
 @ON_BOTH
-def test_a_weight_larger_than_the_budget(device: str, disk_dir: Path) -> None:
+def test_weight_larger_than_the_budget_raises(device: str, disk_dir: Path) -> None:
     model = Uneven()
     weights = Weights.of(model)
     expected = run(Uneven().to(device)) if device == "cpu" else None
@@ -315,7 +321,7 @@ def test_a_weight_larger_than_the_budget(device: str, disk_dir: Path) -> None:
                 way(model, store)
             assert caught.value.nbytes >= 4 * 16384 > caught.value.budget
             assert f"{caught.value.budget:,}" in str(caught.value)
-            weights.assert_at_home(model)
+            weights.assert_unchanged(model)
             assert_ordinary(model)
             assert not [key for key in store if not key.startswith("weights/")]
         assert expected is None or torch.equal(run(model), expected)
@@ -325,7 +331,7 @@ def test_a_weight_larger_than_the_budget(device: str, disk_dir: Path) -> None:
 
 
 class Pair(nn.Module):
-    """Two matrices, of which the first is another module's."""
+    """Two matrices; the first also belongs to another module."""
 
     def __init__(self, first: nn.Parameter) -> None:
         super().__init__()
@@ -344,8 +350,8 @@ def tied() -> nn.Sequential:
 
 @ON_BOTH
 @torch.no_grad()
-def test_several_groups_that_one_module_needs_at_once(device: str, disk_dir: Path) -> None:
-    """It is refused at once, with a number that does, and not in the middle of a run."""
+def test_groups_needed_at_once_beyond_the_budget_raise(device: str, disk_dir: Path) -> None:
+    """It raises at once, not in the middle of a run, and names a budget that suffices."""
     x = torch.randn(2, 128)
     expected = tied().to(device)(x.to(device)).cpu()
     layer = 4 * 128 * 128
@@ -366,11 +372,11 @@ def test_several_groups_that_one_module_needs_at_once(device: str, disk_dir: Pat
                 assert torch.equal(model(x), expected)
                 break
     else:
-        raise AssertionError("no budget did")
+        raise AssertionError("no budget sufficed")
 
 
 @ON_BOTH
-def test_a_weight_of_a_checkpoint_larger_than_the_budget(
+def test_checkpoint_weight_larger_than_the_budget_raises(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     model = models.empty("parts")
@@ -388,7 +394,7 @@ def test_a_weight_of_a_checkpoint_larger_than_the_budget(
         assert torch.equal(models.run("parts", model)["output"], expected)
 
 
-def test_with_the_advised_budget_it_works(disk_dir: Path) -> None:
+def test_advised_budget_works(disk_dir: Path) -> None:
     model = Uneven()
     with store_for(4 * 16384, disk_dir, "cpu", 0.75) as store:
         with pytest.raises(BudgetError) as caught:

@@ -1,4 +1,4 @@
-"""Autocast over weights in a store: what it casts of them goes when their module is done."""
+"""Autocast over weights in a store: casts are freed when their module is done."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def half(**how: Any) -> torch.autocast:
 
 
 @pytest.mark.parametrize("grad", (False, True))
-def test_no_cast_outlives_its_module(grad: bool, disk_dir: Path) -> None:
-    """Nobody holds the graph of what was computed, so it keeps nothing either."""
+def test_casts_do_not_outlive_their_module(grad: bool, disk_dir: Path) -> None:
+    """Without a graph of the output, no cast is kept."""
     plain, model = models.Tower(), models.Tower()
     with store_for(model, disk_dir, "cpu", SHARE) as store, torch.set_grad_enabled(grad):
         dispatch_model(model, store)
@@ -47,8 +47,8 @@ def test_no_cast_outlives_its_module(grad: bool, disk_dir: Path) -> None:
         assert store.stats().bytes_read > 0
 
 
-def test_the_control_of_counting_casts() -> None:
-    """An ordinary model's are all there until autocast ends."""
+def test_casts_of_a_plain_model_live_until_autocast_ends() -> None:
+    """The control of counting casts."""
     model = models.Tower()
     with torch.no_grad(), half(), Casts(WEIGHTS) as casts:
         for _ in range(2):
@@ -57,8 +57,8 @@ def test_the_control_of_counting_casts() -> None:
 
 
 @pytest.mark.pretend_only("kernels")
-@pytest.mark.full("builds kernels of their own; casts are counted on the CPU above")
-def test_the_device_holds_the_budget_the_activations_and_one_layers_cast(disk_dir: Path) -> None:
+@pytest.mark.full("builds kernels; casts are counted on the CPU above")
+def test_device_memory_is_budget_activations_and_one_cast(disk_dir: Path) -> None:
     autocast.load()
     model, layers = models.Tower(40), 40
     weights = parameter_bytes(model)
@@ -81,8 +81,8 @@ def test_the_device_holds_the_budget_the_activations_and_one_layers_cast(disk_di
     assert peak <= budget + 8 * LAYER
 
 
-class Noting(nn.Linear):
-    """Notes whether autocast would keep casts while it runs."""
+class RecordsCache(nn.Linear):
+    """Records whether autocast would keep casts while it runs."""
 
     seen: ClassVar[list[bool]] = []
 
@@ -93,12 +93,12 @@ class Noting(nn.Linear):
         return super().forward(x)
 
 
-def test_the_cache_is_as_it_was_afterwards(disk_dir: Path) -> None:
-    """After an error, where it was off, in nested autocasts and on other threads too."""
-    model = nn.Sequential(*(Noting(models.WIDTH, models.WIDTH) for _ in range(3)))
+def test_autocast_cache_setting_is_restored(disk_dir: Path) -> None:
+    """Covers errors, a disabled cache, nested autocasts and other threads."""
+    model = nn.Sequential(*(RecordsCache(models.WIDTH, models.WIDTH) for _ in range(3)))
     with store_for(model, disk_dir, "cpu", 0.5) as store, torch.no_grad():
         dispatch_model(model, store)
-        Noting.seen.clear()
+        RecordsCache.seen.clear()
         for on in (True, False):
             with half(cache_enabled=on):
                 model(models.rows())
@@ -122,11 +122,11 @@ def test_the_cache_is_as_it_was_afterwards(disk_dir: Path) -> None:
         thread.join()
         assert found == [True]
         assert torch.is_autocast_cache_enabled()
-        assert Noting.seen and not any(Noting.seen)
+        assert RecordsCache.seen and not any(RecordsCache.seen)
 
 
-def test_edits_between_two_runs_in_one_autocast_are_seen(disk_dir: Path) -> None:
-    """Its cache would give the cast of what the weight was."""
+def test_edits_between_two_runs_in_one_autocast_are_used(disk_dir: Path) -> None:
+    """Its cache would return the cast of the old weight."""
     plain, model = models.Tower(), models.Tower()
     with store_for(model, disk_dir, "cpu", SHARE) as store, torch.no_grad():
         dispatch_model(model, store)

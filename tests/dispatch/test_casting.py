@@ -1,4 +1,4 @@
-"""`half()`, `to(dtype)`, `to(device)` of a dispatched model: right, or an error that says why."""
+"""`half()`, `to(dtype)`, `to(device)` of a dispatched model work, or raise with a reason."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.tensors import assert_same, parameter_bytes
 from tierstore import disable_offload, dispatch_model, load_checkpoint_and_dispatch
 
 pytestmark = pytest.mark.full(
-    "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+    "model and dispatch method are independent; test_parity.py covers both devices",
     keep="a third",
 )
 
@@ -56,10 +56,10 @@ def assert_equal_in_form_and_value(model: nn.Module, plain: nn.Module) -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("name", CASTS)
-def test_a_cast(name: str, device: str, disk_dir: Path) -> None:
+def test_cast_equals_plain_torch(name: str, device: str, disk_dir: Path) -> None:
     cast = CASTS[name]
     model, plain = models.build("parts"), cast(models.build("parts"))
-    if name == "type":  # of everything, ids of buffers too
+    if name == "type":  # casts everything, ids of buffers too
         plain.mask, plain.norm.num_batches_tracked = plain.mask.bool(), torch.tensor(0)
     assert plain.scale.dtype != torch.float32
     expected = models.run("parts", plain.to(device), device)
@@ -86,7 +86,7 @@ def test_a_cast(name: str, device: str, disk_dir: Path) -> None:
 
 
 @ON_BOTH
-def test_there_and_back(device: str, disk_dir: Path) -> None:
+def test_cast_and_back_equals_plain_torch(device: str, disk_dir: Path) -> None:
     model, plain = models.build("parts"), models.build("parts").bfloat16().float()
     with store_for(model, disk_dir, device, SHARE) as store:
         dispatch_model(model, store).bfloat16().float()
@@ -97,10 +97,10 @@ def test_there_and_back(device: str, disk_dir: Path) -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("kind", ("llama", "unet"))
-def test_a_checkpoint_that_is_cast(
+def test_checkpoint_cast_leaves_the_file_unchanged(
     kind: str, device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
-    """The file stays as it is, and the cast weights go to the store."""
+    """The file is unchanged, and the cast weights go to the store."""
     true = models.in_files(checkpoint(kind))
     plain = models.build(kind).double()
     expected = models.run(kind, plain.to(device), device) if kind == "llama" else None
@@ -117,7 +117,7 @@ def test_a_checkpoint_that_is_cast(
 
 
 @ON_BOTH
-def test_channels_last(device: str, disk_dir: Path) -> None:
+def test_channels_last_equals_plain_torch(device: str, disk_dir: Path) -> None:
     def convolutions() -> nn.Module:
         return models.draw(nn.Sequential(*(nn.Conv2d(16, 16, 3, padding=1) for _ in range(8))))
 
@@ -156,7 +156,7 @@ STAYS: dict[str, Cast] = {
 
 
 @ON_BOTH
-def test_what_changes_nothing(device: str, disk_dir: Path) -> None:
+def test_move_to_the_same_place_changes_nothing(device: str, disk_dir: Path) -> None:
     model = models.build("parts")
     weights = Weights.of(model)
     expected = models.run("parts", models.build("parts").to(device), device)
@@ -166,7 +166,7 @@ def test_what_changes_nothing(device: str, disk_dir: Path) -> None:
         written = store.stats().bytes_written
         for move in STAYS.values():
             assert move(model) is model
-            weights.assert_at_home(model)
+            weights.assert_unchanged(model)
             read = store.stats().bytes_read
             assert_same(models.run("parts", model), expected)
             assert store.stats().bytes_written == written
@@ -186,7 +186,7 @@ if count() > 1:
 
 @needs_accelerator
 @ON_BOTH
-def test_moving_away_is_an_error(device: str, disk_dir: Path) -> None:
+def test_move_elsewhere_raises(device: str, disk_dir: Path) -> None:
     model = models.build("parts")
     weights = Weights.of(model)
     expected = models.run("parts", models.build("parts").to(device), device)
@@ -196,13 +196,13 @@ def test_moving_away_is_an_error(device: str, disk_dir: Path) -> None:
         for move in MOVES.values():
             with pytest.raises(RuntimeError, match="disable_offload"):
                 move(model)
-            weights.assert_at_home(model)
+            weights.assert_unchanged(model)
             assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
             assert_same(models.run("parts", model), expected)
         disable_offload(model)
-        weights.assert_at_home(model)
+        weights.assert_unchanged(model)
         for move in MOVES.values():
-            move(model)  # an ordinary model may go anywhere
+            move(model)  # a plain model may go anywhere
             assert model.blocks[3].weight.device.type != "cpu"
             model = models.build("parts")
 
@@ -210,7 +210,7 @@ def test_moving_away_is_an_error(device: str, disk_dir: Path) -> None:
 @needs_accelerator
 @pytest.mark.two_devices
 @ON_BOTH
-def test_a_submodule_that_is_moved_comes_home(device: str, disk_dir: Path) -> None:
+def test_moved_submodule_returns_to_the_cpu(device: str, disk_dir: Path) -> None:
     model = models.build("parts")
     weights = Weights.of(model)
     expected = models.run("parts", models.build("parts").to(device), device)
@@ -221,11 +221,11 @@ def test_a_submodule_that_is_moved_comes_home(device: str, disk_dir: Path) -> No
         model.blocks[4].to("cpu")
         assert torch.equal(model.blocks[3].weight.cpu(), weights.values["blocks.3.weight"])
         assert_same(models.run("parts", model), expected)
-        weights.assert_at_home(model)
+        weights.assert_unchanged(model)
 
 
 @ON_BOTH
-def test_a_submodule_that_lost_its_values_is_an_error(device: str, disk_dir: Path) -> None:
+def test_submodule_without_values_raises(device: str, disk_dir: Path) -> None:
     model, plain = models.build("parts"), models.build("parts")
     expected = models.run("parts", models.build("parts").to(device), device)
     with store_for(model, disk_dir, device, SHARE) as store:

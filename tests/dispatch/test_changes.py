@@ -1,8 +1,8 @@
-"""Weights that are changed while they are dispatched, by whatever way: never lost, never silent.
+"""Weights that are changed while dispatched, in any way, are neither lost nor ignored.
 
-Every change is made to a dispatched model and to a plain one of the same seed; afterwards both
-compute the same, however often weights leave memory in between, and so they do when the model is
-an ordinary one again.
+Each change is made to a dispatched model and to a plain one of the same seed; afterwards both
+compute the same, however often weights leave memory in between, and also after the model is
+restored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.helpers.tensors import assert_same
 from tierstore import disable_offload, dispatch_model, load_checkpoint_and_dispatch
 
 pytestmark = pytest.mark.full(
-    "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+    "model and dispatch method are independent; test_parity.py covers both devices",
     keep="a third",
 )
 
@@ -39,7 +39,7 @@ Change = Callable[[Any], object]
 def check_change(
     change: Change, kind: str, device: str, disk_dir: Path, *, writes: bool = True
 ) -> Any:
-    """Make it, and compare with a plain model throughout. Returns the model, ordinary again."""
+    """Apply a change, and compare with a plain model throughout. Return the restored model."""
     plain, model = models.build(kind), models.build(kind)
     before = models.run(kind, plain.to(device), device)
     change(plain.to("cpu"))
@@ -60,7 +60,7 @@ def check_change(
         assert (store.stats().bytes_written > written) == writes
         written = store.stats().bytes_written
         assert_same(models.run(kind, model), after)
-        assert store.stats().bytes_written == written  # noticed once
+        assert store.stats().bytes_written == written  # detected once
         disable_offload(model)
     assert_same_values(model, plain)
     assert {tensor.device.type for tensor in model.state_dict().values()} == {"cpu"}
@@ -84,7 +84,7 @@ def in_place(model: Any) -> None:
 
 
 def uncounted(model: Any) -> None:
-    """As PEFT merges: torch's version counter does not see it."""
+    """Change data as a PEFT merge does: torch's version counter does not count it."""
     model.blocks[1].weight.data += 1
 
 
@@ -105,7 +105,7 @@ def by_index(model: Any) -> None:
     model.blocks[2].weight[3:5] = 7
 
 
-def drawn_anew(model: Any) -> None:
+def drawn_again(model: Any) -> None:
     torch.manual_seed(8)
     nn.init.xavier_normal_(model.blocks[0].weight)
 
@@ -151,7 +151,7 @@ EDITS = (
     through_numpy,
     other_memory,
     by_index,
-    drawn_anew,
+    drawn_again,
     every_weight,
     applied,
     tied,
@@ -161,21 +161,21 @@ EDITS = (
 
 
 @pytest.mark.parametrize("change", EDITS, ids=lambda change: change.__name__)
-def test_an_edit(change: Change, disk_dir: Path) -> None:
+def test_edit_is_used_and_stored(change: Change, disk_dir: Path) -> None:
     check_change(change, "parts", "cpu", disk_dir)
 
 
 @needs_accelerator
 @pytest.mark.parametrize("change", (in_place, uncounted, other_memory, own_weight, tied))
-def test_an_edit_on_an_accelerator(change: Change, disk_dir: Path) -> None:
+def test_edit_on_an_accelerator_is_used_and_stored(change: Change, disk_dir: Path) -> None:
     check_change(change, "parts", ACCELERATOR, disk_dir)
 
 
-@pytest.mark.full("as test_an_edit, of a whole model")
+@pytest.mark.full("like test_edit_is_used_and_stored, for a whole model")
 @ON_BOTH
 @pytest.mark.parametrize("runs", (True, False), ids=("after a run", "at once"))
-def test_edits_before_the_store_is_left(runs: bool, device: str, disk_dir: Path) -> None:
-    """No forward is there to notice them: they must stay all the same."""
+def test_edits_before_disabling_are_kept(runs: bool, device: str, disk_dir: Path) -> None:
+    """No forward detects them: they must be kept all the same."""
     plain = models.build("parts")
     with store_for(plain, disk_dir, device, SHARE) as store:
         for change in EDITS:
@@ -189,9 +189,9 @@ def test_edits_before_the_store_is_left(runs: bool, device: str, disk_dir: Path)
             assert_same_values(model, plain)
 
 
-@pytest.mark.full("as test_an_edit, of a whole model")
+@pytest.mark.full("like test_edit_is_used_and_stored, for a whole model")
 @ON_BOTH
-def test_edits_keep_every_parameter(device: str, disk_dir: Path) -> None:
+def test_edits_keep_the_parameter_objects(device: str, disk_dir: Path) -> None:
     model, plain = models.build("parts"), models.build("parts")
     with store_for(model, disk_dir, device, SHARE) as store:
         dispatch_model(model, store)
@@ -210,7 +210,7 @@ def test_edits_keep_every_parameter(device: str, disk_dir: Path) -> None:
 
 @ON_BOTH
 @torch.no_grad()
-def test_what_a_forward_changes_itself(device: str, disk_dir: Path) -> None:
+def test_weights_changed_by_a_forward_are_kept(device: str, disk_dir: Path) -> None:
     class Counting(models.Tower):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls.add_(1)
@@ -229,7 +229,7 @@ def test_what_a_forward_changes_itself(device: str, disk_dir: Path) -> None:
 
 
 @ON_BOTH
-def test_an_edit_leaves_the_checkpoint_alone(
+def test_edit_leaves_the_checkpoint_unchanged(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     true = models.in_files(checkpoint("parts"))
@@ -278,7 +278,7 @@ def replaced_by_another_kind(model: Any) -> None:
 
 
 def wrapped_module(model: Any) -> None:
-    """As PEFT puts an adapter around a layer."""
+    """Wrap a layer as PEFT puts an adapter around it."""
     model.blocks[8] = nn.Sequential(model.blocks[8], seeded_layer(6))
 
 
@@ -310,7 +310,9 @@ REPLACEMENTS = {
 
 @ON_BOTH
 @pytest.mark.parametrize("change", REPLACEMENTS, ids=lambda change: change.__name__)
-def test_replacing(change: Change, device: str, disk_dir: Path) -> None:
+def test_replaced_parameters_and_modules_are_used(
+    change: Change, device: str, disk_dir: Path
+) -> None:
     plain, model = models.build("parts"), models.build("parts")
     before = models.run("parts", plain.to(device), device)
     change(plain.to("cpu"))
@@ -337,7 +339,7 @@ def test_replacing(change: Change, device: str, disk_dir: Path) -> None:
 
 @ON_BOTH
 @torch.no_grad()
-def test_a_module_that_was_taken_out_is_ordinary(device: str, disk_dir: Path) -> None:
+def test_removed_module_is_ordinary(device: str, disk_dir: Path) -> None:
     plain, model = models.build("parts"), models.build("parts")
     with store_for(model, disk_dir, device, SHARE) as store:
         dispatch_model(model, store)
@@ -370,7 +372,7 @@ def assigned(model: Any) -> None:
 
 def loaded_in_part(model: Any) -> None:
     found = model.load_state_dict(other_state("blocks.2"), strict=False)
-    assert found.missing_keys  # the names lack what comes before them: nothing was loaded
+    assert found.missing_keys  # the names lack their prefix: nothing was loaded
     model.load_state_dict({"blocks.2.weight": other_state()["blocks.2.weight"]}, strict=False)
 
 
@@ -407,18 +409,18 @@ LOADS = (
 
 
 @pytest.mark.parametrize("change", LOADS, ids=lambda change: change.__name__)
-def test_load_state_dict(change: Change, disk_dir: Path) -> None:
+def test_load_state_dict_takes_effect(change: Change, disk_dir: Path) -> None:
     check_change(change, "parts", "cpu", disk_dir)
 
 
 @needs_accelerator
 @pytest.mark.parametrize("change", (loaded, assigned, loaded_into_a_leaf))
-def test_load_state_dict_on_an_accelerator(change: Change, disk_dir: Path) -> None:
+def test_load_state_dict_on_an_accelerator_takes_effect(change: Change, disk_dir: Path) -> None:
     check_change(change, "parts", ACCELERATOR, disk_dir)
 
 
 @ON_BOTH
-def test_a_load_that_fails_leaves_what_torch_leaves(device: str, disk_dir: Path) -> None:
+def test_failed_load_leaves_the_same_state_as_torch(device: str, disk_dir: Path) -> None:
     plain, model = models.build("parts"), models.build("parts")
     state = other_state()
     state["blocks.1.weight"] = torch.zeros(1)
@@ -433,10 +435,10 @@ def test_a_load_that_fails_leaves_what_torch_leaves(device: str, disk_dir: Path)
 
 
 @ON_BOTH
-def test_load_state_dict_of_a_loaded_model(
+def test_load_state_dict_into_a_loaded_model_keeps_its_file(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
-    """Into one whose weights are maps of a checkpoint: that file must not change."""
+    """The weights are maps of a checkpoint, whose file must not change."""
     kind = "t5"
     other = models.build(kind, seed=1)
     true = models.in_files(checkpoint(kind))
@@ -457,7 +459,7 @@ def test_load_state_dict_of_a_loaded_model(
 
 
 @ON_BOTH
-def test_changes_are_the_store_s_own(device: str, disk_dir: Path) -> None:
+def test_edit_of_one_model_does_not_change_another(device: str, disk_dir: Path) -> None:
     """A second model of the same weights in the same store sees no change of the first."""
     first, second = models.build("parts"), models.build("parts")
     before = models.run("parts", models.build("parts").to(device), device)

@@ -1,4 +1,4 @@
-"""Device maps: which are meant, what each place means, and what cannot be."""
+"""Device maps: accepted forms, the meaning of each place, and errors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tierstore.adapters.owners import owner_of
 from tierstore.errors import BudgetError
 
 pytestmark = pytest.mark.full(
-    "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+    "model and dispatch method are independent; test_parity.py covers both devices",
     keep="any device",
 )
 
@@ -59,7 +59,10 @@ def run(model: Any) -> torch.Tensor:
 
 
 def read_in_each_run(model: Any, store: TierStore, runs: int = 4) -> list[int]:
-    """Bytes. A prefetch may have begun the next run before this one ends: see their sum."""
+    """Return the bytes read in each run.
+
+    A prefetch may begin the next run before this one ends: compare their sum.
+    """
     counts = []
     for _ in range(runs):
         before = store.stats().bytes_read
@@ -68,13 +71,13 @@ def read_in_each_run(model: Any, store: TierStore, runs: int = 4) -> list[int]:
     return counts
 
 
-# What a place means -------------------------------------------------------------------------------
+# Places -------------------------------------------------------------------------------------------
 
 
 @ON_BOTH
 @pytest.mark.parametrize("kept", (range(6), range(COUNT - 6, COUNT)), ids=("first", "last"))
-def test_on_cpu_is_given_up_last(kept: range, device: str, disk_dir: Path) -> None:
-    """Six of sixteen layers stay in RAM where there is room for nine."""
+def test_cpu_place_is_evicted_last(kept: range, device: str, disk_dir: Path) -> None:
+    """Six of sixteen layers stay in RAM where there is space for nine."""
     model = models.Tower(COUNT)
     expected = outputs(device)
     budget = 9 * (models.LAYER_BYTES + 4096)
@@ -94,7 +97,7 @@ def test_on_cpu_is_given_up_last(kept: range, device: str, disk_dir: Path) -> No
 
 
 def keys_with(model: Any, names: set[str]) -> set[str]:
-    """The groups of the named tensors, in which there are no others."""
+    """Return the groups that hold only the named tensors."""
     owner = owner_of(model)
     assert owner is not None
     found = {key: set(held) for key, held in owner.groups.items() if names & set(held)}
@@ -103,12 +106,12 @@ def keys_with(model: Any, names: set[str]) -> set[str]:
 
 
 def in_memory(store: TierStore) -> set[str]:
-    """The groups that need not be read."""
+    """Return the groups that need not be read."""
     return {group.key for group in store.snapshot().groups if {*group.tiers} - {"DISK"}}
 
 
 @ON_BOTH
-def test_on_cpu_all_of_a_model_that_fits_is_read_once(device: str, disk_dir: Path) -> None:
+def test_cpu_place_of_a_fitting_model_is_read_once(device: str, disk_dir: Path) -> None:
     model = models.Tower(COUNT)
     with store_for(model, disk_dir, device, 1.5) as store:
         dispatch_model(model, store, {"": "cpu"})
@@ -118,7 +121,7 @@ def test_on_cpu_all_of_a_model_that_fits_is_read_once(device: str, disk_dir: Pat
 
 
 @ON_BOTH
-def test_on_cpu_is_a_wish_within_the_budget(device: str, disk_dir: Path) -> None:
+def test_cpu_place_respects_the_budget(device: str, disk_dir: Path) -> None:
     model = models.Tower(COUNT)
     with store_for(model, disk_dir, device, 0.3) as store:
         dispatch_model(model, store, {"": "cpu"})
@@ -131,7 +134,7 @@ def test_on_cpu_is_a_wish_within_the_budget(device: str, disk_dir: Path) -> None
 
 @needs_accelerator
 @pytest.mark.parametrize("place", (0, ACCELERATOR, DEVICE_0, torch.device(ACCELERATOR, 0)))
-def test_on_the_device_for_good(place: Any, disk_dir: Path) -> None:
+def test_device_place_stays_on_the_device(place: Any, disk_dir: Path) -> None:
     model, stays = models.Tower(COUNT), 4
     weights = Weights.of(model)
     on_device = {f"layers.{n}.{part}" for n in range(stays) for part in ("weight", "bias")}
@@ -146,7 +149,8 @@ def test_on_the_device_for_good(place: Any, disk_dir: Path) -> None:
             assert store.stats().used_bytes["DEVICE"] >= stays * models.LAYER_BYTES
             assert torch.equal(run(model), outputs(ACCELERATOR))
             assert Weights.of(model).objects == weights.objects
-        # Only the rest moved, and for the next run no more than what fits beside what stays.
+        # Only the rest moved, and the next run can begin with no more than fits beside the pinned
+        # layers.
         rest = (COUNT - stays) * (models.LAYER_BYTES + 4096)
         beside = store.stats().budget_bytes["DEVICE"] - stays * models.LAYER_BYTES
         onloaded = store.stats().bytes_onloaded - onloaded
@@ -155,12 +159,12 @@ def test_on_the_device_for_good(place: Any, disk_dir: Path) -> None:
         assert stats.peak_bytes["DEVICE"] <= stats.budget_bytes["DEVICE"]
         disable_offload(model)
         assert store.stats().used_bytes["DEVICE"] < stays * models.LAYER_BYTES
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
     assert_ordinary(model)
 
 
 @needs_accelerator
-def test_what_is_on_the_device_may_be_edited(disk_dir: Path) -> None:
+def test_weights_pinned_on_the_device_may_be_edited(disk_dir: Path) -> None:
     plain, model = models.Tower(COUNT), models.Tower(COUNT)
     with store_for(model, disk_dir, ACCELERATOR, 0.5) as store:
         dispatch_model(model, store, {"": "disk", "layers.0": 0})
@@ -178,13 +182,13 @@ def test_what_is_on_the_device_may_be_edited(disk_dir: Path) -> None:
 
 
 @needs_accelerator
-def test_more_on_the_device_than_its_budget(disk_dir: Path) -> None:
+def test_device_place_beyond_its_budget_raises(disk_dir: Path) -> None:
     model = models.Tower(COUNT)
     weights = Weights.of(model)
     with store_for(model, disk_dir, ACCELERATOR, 0.5) as store:
         with pytest.raises(BudgetError, match="budget"):
             dispatch_model(model, store, {"": 0})
-        weights.assert_at_home(model)
+        weights.assert_unchanged(model)
         assert_ordinary(model)
         assert not [key for key in store if not key.startswith("weights/")]
         assert torch.equal(run(dispatch_model(model, store)), outputs(ACCELERATOR))
@@ -192,8 +196,8 @@ def test_more_on_the_device_than_its_budget(disk_dir: Path) -> None:
 
 @needs_accelerator
 @pytest.mark.parametrize("ram_share", (1.5, 0.25), ids=("as much", "more"))
-def test_all_of_it_on_the_device(ram_share: float, disk_dir: Path) -> None:
-    """Also where RAM would never hold it."""
+def test_device_place_for_the_whole_model_stays(ram_share: float, disk_dir: Path) -> None:
+    """This works even where RAM could not hold it."""
     model = models.Tower(COUNT)
     weights = Weights.of(model)
     size = parameter_bytes(model)
@@ -208,15 +212,15 @@ def test_all_of_it_on_the_device(ram_share: float, disk_dir: Path) -> None:
         assert stats.bytes_onloaded == onloaded
         assert stats.peak_bytes["HOST"] <= ram
         disable_offload(model)
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
 
 
-# Which maps there are -----------------------------------------------------------------------------
+# Kinds of maps ------------------------------------------------------------------------------------
 
 
 @ON_BOTH
 @pytest.mark.parametrize("device_map", (None, "auto", "balanced", "balanced_low_0", "sequential"))
-def test_maps_that_accelerate_computes(
+def test_computed_map_names_are_accepted(
     device_map: str | None, device: str, store: TierStore
 ) -> None:
     model = models.Tower(COUNT)
@@ -224,13 +228,15 @@ def test_maps_that_accelerate_computes(
     dispatch_model(model, store, device_map)
     for _ in range(2):
         assert torch.equal(run(model), outputs(device))
-        weights.assert_at_home(model)
+        weights.assert_unchanged(model)
     assert store.stats().bytes_read > 0
 
 
 @ON_BOTH
-def test_a_map_that_accelerate_computed(device: str, checkpoint: Checkpoints, store: Any) -> None:
-    """`infer_auto_device_map` of an empty model, for a machine with one device."""
+def test_map_computed_by_accelerate_is_accepted(
+    device: str, checkpoint: Checkpoints, store: Any
+) -> None:
+    """The map comes from `infer_auto_device_map` of an empty model, for one device."""
     empty = models.empty("parts")
     size = parameter_bytes(models.build("parts")) // 3
     device_map = accelerate.infer_auto_device_map(
@@ -247,8 +253,8 @@ def test_a_map_that_accelerate_computed(device: str, checkpoint: Checkpoints, st
 
 
 @ON_BOTH
-def test_the_longest_name_wins(device: str, disk_dir: Path) -> None:
-    """Names end at dots: `layers.1` says nothing of `layers.10`."""
+def test_longest_name_wins(device: str, disk_dir: Path) -> None:
+    """Names end at dots: `layers.1` does not cover `layers.10`."""
     model = models.Tower(COUNT)
     place = "cpu" if device == "cpu" else 0
     with store_for(model, disk_dir, device, 1.5) as store:
@@ -264,7 +270,7 @@ def test_the_longest_name_wins(device: str, disk_dir: Path) -> None:
 
 
 @ON_BOTH
-def test_a_map_without_the_empty_name(device: str, store: TierStore) -> None:
+def test_map_without_the_empty_name_is_accepted(device: str, store: TierStore) -> None:
     model = models.Tower(COUNT)
     dispatch_model(model, store, {**layers(0, 5, "cpu"), **layers(5, COUNT, "disk")})
     for _ in range(2):
@@ -273,7 +279,7 @@ def test_a_map_without_the_empty_name(device: str, store: TierStore) -> None:
 
 
 @ON_BOTH
-def test_tied_weights_in_two_places(device: str, disk_dir: Path) -> None:
+def test_tied_weights_in_two_places_stay_tied(device: str, disk_dir: Path) -> None:
     model, plain = models.build("parts"), models.build("parts").to(device)
     with store_for(model, disk_dir, device, SHARE) as store:
         dispatch_model(model, store, {"": "disk", "embed": "disk", "head": "cpu"})
@@ -304,18 +310,18 @@ if count() > 1:
 
 @needs_accelerator
 @ON_BOTH
-def test_a_map_that_cannot_be_meant(device: str, store: TierStore) -> None:
+def test_invalid_map_raises(device: str, store: TierStore) -> None:
     model = models.Tower(COUNT)
     weights = Weights.of(model)
     for device_map, message in WRONG.values():
         with pytest.raises(ValueError, match=message):
             dispatch_model(model, store, device_map)
-        weights.assert_at_home(model)
+        weights.assert_unchanged(model)
         assert_ordinary(model)
         assert not store.keys()
     dispatch_model(model, store)
     for device_map, message in WRONG.values():
-        with pytest.raises(ValueError, match=message):  # nor does it undo what there is
+        with pytest.raises(ValueError, match=message):  # nor does it undo the dispatch
             dispatch_model(model, store, device_map)
     read = store.stats().bytes_read
     for _ in range(2):

@@ -1,6 +1,6 @@
-"""Weights that no model shows any more leave the disk: what goes, what stays, and when.
+"""Weights that no model shows any more leave the disk: which go, which stay, and when.
 
-References are models beside it that no store has. `bytes_in` counts what lies in a directory.
+References are models on no store. `bytes_in` counts the bytes in a directory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TOKENS, LENGTH = by_lane((12, 4096), (12, 4096), (1000, 4096))
 
 
 def bytes_in(directory: Path) -> int:
-    """Of all files below a directory."""
+    """Return the bytes of all files below a directory."""
     return sum(os.path.getsize(path) for path in directory.rglob("*") if path.is_file())
 
 
@@ -66,8 +66,8 @@ def weights_on_disk(store: TierStore) -> list[str]:
     return store.keys("weights/")
 
 
-def keep_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: the end of a reference goes unnoticed."""
+def leave_ends_undetected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: keep the end of references undetected."""
     monkeypatch.setattr(ObjectReferences, "_end", lambda references, key: None)
 
 
@@ -94,11 +94,11 @@ def test_merged_adapters_leave_two_versions_on_disk(tmp_path: Path) -> None:
     assert MODEL <= most_bytes_while_merging(tmp_path, MERGES) <= 3 * MODEL
 
 
-def test_merged_adapters_pile_up_if_no_end_is_noticed(
+def test_merged_adapters_pile_up_if_no_end_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep_for_ever(monkeypatch)
-    with pytest.raises(AssertionError):  # of what the store says that it has on disk
+    leave_ends_undetected(monkeypatch)
+    with pytest.raises(AssertionError):  # the store's own count of bytes on disk
         most_bytes_while_merging(tmp_path, 6)
     assert bytes_in(tmp_path) > 3 * MODEL
 
@@ -135,7 +135,7 @@ class Attentions(nn.Module):
 
 
 def pages_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the pages that tensors take at the most."""
+    """Return the bytes of the pages that tensors take at most."""
     return sum(-(-tensor.nbytes // 4096) * 4096 for tensor in tensors)
 
 
@@ -185,7 +185,7 @@ def test_caches_in_buffers_stay_right_and_off_the_disk(device: str, tmp_path: Pa
 def test_caches_that_count_as_weights_are_written_each_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(binding, "OFTEN", 1000)
+    monkeypatch.setattr(binding, "FREQUENT_EDITS", 1000)
     model, x = Attentions(), torch.randn(1, 64)
     with open_store(tmp_path, nbytes_of(model)) as store:
         dispatch_model(model, store)
@@ -196,7 +196,7 @@ def test_caches_that_count_as_weights_are_written_each_time(
     assert found[-1] != found[-2] != found[-3]
 
 
-def test_buffers_that_share_memory_go_on_sharing_it(tmp_path: Path) -> None:
+def test_buffers_that_share_memory_still_share_it(tmp_path: Path) -> None:
     class Halves(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -219,7 +219,7 @@ def test_buffers_that_share_memory_go_on_sharing_it(tmp_path: Path) -> None:
         assert model[0].first.data_ptr() == model[0].both.data_ptr()
 
 
-# Models that are gone -----------------------------------------------------------------------------
+# Dropped models -----------------------------------------------------------------------------------
 
 
 def run_models_in_turn(disk_dir: Path) -> None:
@@ -240,15 +240,15 @@ def test_models_in_turn_fit_a_disk_budget_of_two(tmp_path: Path) -> None:
     run_models_in_turn(tmp_path)
 
 
-def test_models_in_turn_do_not_fit_if_no_end_is_noticed(
+def test_models_in_turn_exceed_the_budget_if_no_end_is_detected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep_for_ever(monkeypatch)
+    leave_ends_undetected(monkeypatch)
     with pytest.raises(BudgetError, match="nothing may be dropped"):
         run_models_in_turn(tmp_path)
 
 
-def test_weights_that_are_still_shown_stay(tmp_path: Path) -> None:
+def test_weights_in_use_by_a_model_stay_on_disk(tmp_path: Path) -> None:
     model = layers()
     expected = run(model)
     with open_store(tmp_path, 4 * LAYER) as store:
@@ -256,21 +256,21 @@ def test_weights_that_are_still_shown_stay(tmp_path: Path) -> None:
         assert weights_on_disk(store)
         assert torch.equal(run(model), expected)
         written = store.stats().bytes_written
-        dispatch_model(model, store)  # it lies in its files
+        dispatch_model(model, store)  # its weights are in its files
         assert store.stats().bytes_written == written
         disable_offload(model)
         part = model[0].weight.detach()
         kept = part.clone()
         del model
         gc.collect()
-        assert len(weights_on_disk(store)) == 1  # of which somebody has a tensor
+        assert len(weights_on_disk(store)) == 1  # a tensor of it is still referenced
         assert torch.equal(part, kept)
         del part
         assert not weights_on_disk(store)
     assert bytes_in(tmp_path) < 4096
 
 
-def test_close_keeps_what_a_model_shows_and_removes_the_rest(tmp_path: Path) -> None:
+def test_close_keeps_weights_in_use_and_removes_others(tmp_path: Path) -> None:
     model, budget = layers(), 4 * LAYER
     with open_store(tmp_path, budget) as store:
         dispatch_model(model, store)
@@ -286,10 +286,10 @@ def test_close_keeps_what_a_model_shows_and_removes_the_rest(tmp_path: Path) -> 
         gc.collect()
     with open_store(tmp_path, budget) as store:
         assert set(store.keys("weights/")) == first
-    assert bytes_in(tmp_path) < 4096  # nothing has shown them in a whole run
+    assert bytes_in(tmp_path) < 4096  # unused for a whole run
 
 
-# Weights that a restart looks for -----------------------------------------------------------------
+# Weights after a restart --------------------------------------------------------------------------
 
 
 def load_cast(checkpoint: Path, store: TierStore) -> nn.Module:
@@ -298,7 +298,7 @@ def load_cast(checkpoint: Path, store: TierStore) -> nn.Module:
     return load_checkpoint_and_dispatch(model, checkpoint, store, dtype=torch.float64)
 
 
-def test_derived_weights_stay_until_their_room_is_wanted(tmp_path: Path) -> None:
+def test_derived_weights_stay_until_their_space_is_needed(tmp_path: Path) -> None:
     checkpoint, disk_dir, budget = tmp_path / "model.safetensors", tmp_path / "store", 4 * MODEL
     save_file(layers().state_dict(), checkpoint)
     expected = run(layers().double(), torch.ones(2, WIDTH, dtype=torch.float64))
@@ -307,7 +307,7 @@ def test_derived_weights_stay_until_their_room_is_wanted(tmp_path: Path) -> None
             model = load_cast(checkpoint, store)
             assert torch.equal(run(model, torch.ones(2, WIDTH, dtype=torch.float64)), expected)
             assert (store.stats().bytes_written > 0) == (start == 0)
-            del model  # none shows them at the end
+            del model  # no model uses them at the end
             gc.collect()
     with open_store(disk_dir, budget, disk_budget=budget) as store:
         derived = len(store.keys("weights/"))
@@ -320,13 +320,13 @@ def test_derived_weights_stay_until_their_room_is_wanted(tmp_path: Path) -> None
         assert torch.equal(store.get("mine"), large)
         assert store.stats().peak_bytes["DISK"] <= budget
     with open_store(disk_dir, budget, disk_budget=budget) as store:
-        assert store.keys() == ["mine", "mine too"]  # the notes are gone, too
+        assert store.keys() == ["mine", "mine too"]  # the records are gone, too
         store.discard("mine")
-        model = load_cast(checkpoint, store)  # cast anew
+        model = load_cast(checkpoint, store)  # cast again
         assert torch.equal(run(model, torch.ones(2, WIDTH, dtype=torch.float64)), expected)
 
 
-def test_a_smaller_disk_budget_removes_derived_weights(tmp_path: Path) -> None:
+def test_smaller_disk_budget_removes_derived_weights(tmp_path: Path) -> None:
     checkpoint, disk_dir = tmp_path / "model.safetensors", tmp_path / "store"
     save_file(layers().state_dict(), checkpoint)
     with open_store(disk_dir, 4 * MODEL) as store:
@@ -341,7 +341,7 @@ def test_a_smaller_disk_budget_removes_derived_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("prefix", ("weights/", "casts/"))
-def test_a_name_by_content_is_refused_as_a_callers_key(prefix: str, tmp_path: Path) -> None:
+def test_reserved_key_prefix_raises(prefix: str, tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         with pytest.raises(ValueError, match="use another key"):
             store.put(prefix + "0" * 32, torch.ones(1))

@@ -33,13 +33,13 @@ from tierstore import (
 from tierstore.errors import BudgetError, LeaseError
 
 pytestmark = pytest.mark.full(
-    "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+    "model and dispatch method are independent; test_parity.py covers both devices",
     keep="a third",
 )
 
 
 def low_rank(device: Any) -> torch.Tensor:
-    """What a LoRA of rank 4 adds to a layer."""
+    """Return the change that a LoRA of rank 4 makes to a layer."""
     generator = torch.Generator().manual_seed(9)
     down = torch.randn(4, models.WIDTH, generator=generator) / 8
     up = torch.randn(models.WIDTH, 4, generator=generator) / 2
@@ -83,7 +83,7 @@ Edit = Callable[[nn.Linear], None]
 
 @ON_BOTH
 @pytest.mark.parametrize("edit", EDITS, ids=lambda edit: edit.__name__)
-def test_an_edit_reaches_the_tier(edit: Edit, device: str, model: Any, store: TierStore) -> None:
+def test_edit_reaches_the_tier(edit: Edit, device: str, model: Any, store: TierStore) -> None:
     plain = models.build("parts")
     before = models.run("parts", plain.to(device), device)
     edit(plain.to("cpu").blocks[5])
@@ -94,7 +94,7 @@ def test_an_edit_reaches_the_tier(edit: Edit, device: str, model: Any, store: Ti
     with edit_weights(model.blocks[5]) as layer:
         assert layer is model.blocks[5]
         edit(layer)
-    if edit is not new_parameter:  # that one is noticed by the next forward
+    if edit is not new_parameter:  # the next forward detects that one
         Weights.of(plain).assert_equal_to(model)
         assert store.stats().bytes_written > written
     for _ in range(2):
@@ -112,7 +112,7 @@ def test_an_edit_reaches_the_tier(edit: Edit, device: str, model: Any, store: Ti
 
 
 @ON_BOTH
-def test_the_edit_of_a_checkpoint_s_weight(
+def test_edit_of_a_checkpoint_weight_keeps_the_file(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     """PEFT merges layer after layer into a loaded model."""
@@ -142,7 +142,7 @@ def test_the_edit_of_a_checkpoint_s_weight(
 
 
 @ON_BOTH
-def test_inside_the_weights_are_on_the_device(device: str, model: Any, store: TierStore) -> None:
+def test_weights_inside_are_on_the_device(device: str, model: Any, store: TierStore) -> None:
     weights = Weights.of(model)
     written = store.stats().bytes_written
     with edit_weights(model.blocks[2]) as layer:
@@ -151,7 +151,7 @@ def test_inside_the_weights_are_on_the_device(device: str, model: Any, store: Ti
             assert id(parameter) == weights.objects[f"blocks.2.{name}"]
             assert torch.equal(parameter.cpu(), weights.values[f"blocks.2.{name}"])
         assert {p.device.type for p in model.blocks[3].parameters()} == {"cpu"}
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
     assert store.stats().bytes_written == written  # nothing was changed
     with edit_weights(model.embed):
         assert model.head.weight.device.type == device  # tied
@@ -160,7 +160,7 @@ def test_inside_the_weights_are_on_the_device(device: str, model: Any, store: Ti
 
 
 @needs_accelerator
-def test_it_takes_room_of_the_budget(disk_dir: Path) -> None:
+def test_edit_uses_the_budget(disk_dir: Path) -> None:
     model = models.Tower()
     with store_for(model, disk_dir, ACCELERATOR, 0.4) as store:
         dispatch_model(model, store)
@@ -178,7 +178,7 @@ def test_it_takes_room_of_the_budget(disk_dir: Path) -> None:
 
 
 @ON_BOTH
-def test_a_whole_model_that_fits(device: str, disk_dir: Path) -> None:
+def test_edit_of_a_whole_model_that_fits(device: str, disk_dir: Path) -> None:
     model, plain = models.Tower(), models.Tower()
     with store_for(model, disk_dir, device, 3.0) as store:
         dispatch_model(model, store)
@@ -194,7 +194,7 @@ def test_a_whole_model_that_fits(device: str, disk_dir: Path) -> None:
 
 
 @ON_BOTH
-def test_the_model_may_run_inside(device: str, model: Any, store: TierStore) -> None:
+def test_model_may_run_inside(device: str, model: Any, store: TierStore) -> None:
     plain = models.build("parts")
     before = models.run("parts", plain.to(device), device)
     merged(plain.to("cpu").blocks[5])
@@ -209,7 +209,7 @@ def test_the_model_may_run_inside(device: str, model: Any, store: TierStore) -> 
 
 
 @ON_BOTH
-def test_edits_made_before_are_there(device: str, model: Any) -> None:
+def test_earlier_edits_are_visible_inside(device: str, model: Any) -> None:
     plain = models.build("parts")
     for each in (plain, model):
         each.blocks[5].weight.data += 1
@@ -220,8 +220,8 @@ def test_edits_made_before_are_there(device: str, model: Any) -> None:
 
 
 @ON_BOTH
-def test_after_an_exception_the_edit_is_kept(device: str, model: Any, store: TierStore) -> None:
-    """As without a store: what was changed is changed, and nothing stays leased."""
+def test_edit_before_an_exception_is_kept(device: str, model: Any, store: TierStore) -> None:
+    """As without a store: the change is kept, and no lease remains."""
     plain = models.build("parts")
     merged(plain.blocks[5])
     for _ in range(2):
@@ -238,8 +238,10 @@ def test_after_an_exception_the_edit_is_kept(device: str, model: Any, store: Tie
 
 @ON_BOTH
 @pytest.mark.parametrize("first", ("the layer", "what is around it"))
-def test_it_nests(first: str, device: str, model: Any, store: TierStore) -> None:
-    """The inner one uses what is there already; what the outermost brought leaves with it."""
+def test_nested_edits_restore_in_order(
+    first: str, device: str, model: Any, store: TierStore
+) -> None:
+    """The inner one uses the weights that are present; the outermost evicts them."""
     plain = models.build("parts")
     weights = Weights.of(model)
     around, layer = model.blocks[1:3], model.blocks[1]
@@ -270,7 +272,7 @@ def test_it_nests(first: str, device: str, model: Any, store: TierStore) -> None
 
 
 @ON_BOTH
-def test_a_layer_that_another_thread_has_onloaded(device: str, model: Any) -> None:
+def test_layer_edited_by_another_thread_raises(device: str, model: Any) -> None:
     weights = Weights.of(model)
     refused: list[BaseException] = []
 
@@ -285,15 +287,15 @@ def test_a_layer_that_another_thread_has_onloaded(device: str, model: Any) -> No
             thread.start()
             thread.join()
     assert len(refused) == 2
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
 
 
 @ON_BOTH
-def test_a_layer_that_is_running(device: str, store: TierStore) -> None:
+def test_layer_that_is_running_raises(device: str, store: TierStore) -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     class Waiting(nn.Linear):
-        """Hooks would run before its weights come, or after they have gone."""
+        """Overrides forward: hooks would run before its weights arrive, or after they have left."""
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             inside.set()
@@ -315,16 +317,18 @@ def test_a_layer_that_is_running(device: str, store: TierStore) -> None:
         go_on.set()
         thread.join()
     assert_same(outputs[0], models.run("parts", models.build("parts").to(device), device))
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
     with edit_weights(model.blocks[3]) as layer:
         layer.weight.data.zero_()
     assert not model.blocks[3].weight.any()
 
 
 @ON_BOTH
-def test_layers_that_are_not_dispatched(device: str, model: Any, store: TierStore) -> None:
+def test_layers_not_dispatched_are_edited_in_place(
+    device: str, model: Any, store: TierStore
+) -> None:
     plain = models.build("parts")
-    asked = store.stats()
+    earlier = store.stats()
     with edit_weights(plain.blocks[0]) as layer:
         assert layer is plain.blocks[0]
         assert layer.weight.device.type == "cpu"
@@ -335,11 +339,11 @@ def test_layers_that_are_not_dispatched(device: str, model: Any, store: TierStor
     disable_offload(model)
     with edit_weights(model):
         assert {p.device.type for p in model.parameters()} == {"cpu"}
-    assert store.stats().bytes_onloaded == asked.bytes_onloaded
+    assert store.stats().bytes_onloaded == earlier.bytes_onloaded
 
 
 @ON_BOTH
-def test_a_child_and_its_parent_on_different_stores(
+def test_child_and_parent_on_different_stores_are_edited(
     device: str, disk_dir: Path, tmp_path: Path
 ) -> None:
     model, plain = models.Tower(), models.Tower()
@@ -360,7 +364,7 @@ def test_a_child_and_its_parent_on_different_stores(
 
 
 @ON_BOTH
-def test_a_model_that_was_offloaded_in_groups(device: str, disk_dir: Path) -> None:
+def test_model_offloaded_in_groups_is_edited(device: str, disk_dir: Path) -> None:
     """It serves diffusers' pipelines as well."""
     model, plain = models.Tower(), models.Tower()
     with store_for(model, disk_dir, device, 0.6) as store, enable_group_offload(model, store):

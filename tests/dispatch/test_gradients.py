@@ -1,8 +1,7 @@
-"""A backward through a dispatched model that wants gradients of it all is an error: never wrong
-gradients, never none in silence.
+"""A backward through a dispatched model that is trained raises, and never gives wrong gradients.
 
 Its weights have left the device by then. The forward itself needs no `torch.no_grad()`. Through
-weights that are frozen it goes: see also tests/adapters/test_frozen.py.
+frozen weights it works: see also tests/adapters/test_frozen.py.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from tierstore import disable_offload, dispatch_model
 
 pytestmark = [
     pytest.mark.full(
-        "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+        "model and dispatch method are independent; test_parity.py covers both devices",
         keep="any device",
     ),
     ON_BOTH,
@@ -35,17 +34,17 @@ SHARE = 0.3
 Trainable = Callable[[nn.Module], object]
 
 
-def all_of_it(model: nn.Module) -> None:
-    """Every weight wants a gradient."""
+def all_weights(model: nn.Module) -> None:
+    """Let every weight require a gradient."""
 
 
-def most_of_it(model: nn.Module) -> None:
-    """As in models that have a table which is never trained."""
+def most_weights(model: nn.Module) -> None:
+    """Train all but a table, as in models with a fixed table."""
     model.layers[1].requires_grad_(False)
 
 
 @pytest.mark.parametrize("of_input", (True, False), ids=("input too", "weights only"))
-@pytest.mark.parametrize("trainable", (all_of_it, most_of_it))
+@pytest.mark.parametrize("trainable", (all_weights, most_weights))
 def test_backward_raises(trainable: Trainable, of_input: bool, device: str, disk_dir: Path) -> None:
     plain, model = models.Tower(), models.Tower()
     expected = plain.to(device)(models.rows().to(device))
@@ -65,15 +64,15 @@ def test_backward_raises(trainable: Trainable, of_input: bool, device: str, disk
                 torch.autograd.grad(model(x).sum(), x if of_input else list(wanting(model)))
         assert x.grad is None
         assert all(parameter.grad is None for parameter in model.parameters())
-        weights.assert_at_home(model)
+        weights.assert_unchanged(model)
         disable_offload(model)
-    model(x).sum().backward()  # ordinary again, it trains
+    model(x).sum().backward()  # restored, it trains
     plain.to("cpu")
     trainable(plain)
     plain(models.rows().requires_grad_(of_input)).sum().backward()
-    for found, as_ever in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (found.grad is None) == (as_ever.grad is None)
-        assert found.grad is None or torch.equal(found.grad, as_ever.grad)
+    for found, reference in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (found.grad is None) == (reference.grad is None)
+        assert found.grad is None or torch.equal(found.grad, reference.grad)
 
 
 def wanting(model: nn.Module) -> list[nn.Parameter]:
@@ -82,27 +81,27 @@ def wanting(model: nn.Module) -> list[nn.Parameter]:
 
 @dataclass
 class Output:
-    """An output of a kind that nobody knows."""
+    """An output type that no library knows."""
 
     value: torch.Tensor
 
 
 class Wrapping(models.Tower):
-    """Returns what it computes in an object of its own."""
+    """Returns its output in a custom object."""
 
     def forward(self, x: torch.Tensor) -> Any:
         return Output(super().forward(x))
 
 
-def the_output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def from_the_output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).value
 
 
-def a_part_of_the_output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def from_a_part_of_the_output(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return model(x).value[0, :3] * 2
 
 
-def what_a_hook_saw(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def from_a_hook(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     seen = []
     hook = model.layers[3].register_forward_hook(lambda module, args, output: seen.append(output))
     model(x)
@@ -122,19 +121,21 @@ def recomputed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return checkpoint(lambda x: model(x).value, x, use_reentrant=False)
 
 
-WAYS = (the_output, a_part_of_the_output, what_a_hook_saw, one_layer, some_layers, recomputed)
+WAYS = (from_the_output, from_a_part_of_the_output, from_a_hook, one_layer, some_layers, recomputed)
 
 
 @pytest.mark.parametrize("frozen", (True, False), ids=("frozen", "trainable"))
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_whatever_the_loss_is_taken_from(
+def test_loss_from_any_output_raises_or_is_right(
     way: Callable[[nn.Module, torch.Tensor], torch.Tensor],
     frozen: bool,
     device: str,
     disk_dir: Path,
 ) -> None:
-    """The memory of the weights serves others by the time of the backward. Frozen weights come
-    again."""
+    """The memory of the weights holds others by the time of the backward.
+
+    Frozen weights are loaded again.
+    """
     model = Wrapping().requires_grad_(not frozen)
     expected = models.rows().to(device).requires_grad_(True)
     way(copy.deepcopy(model).to(device), expected).square().sum().backward()
@@ -155,7 +156,7 @@ def test_whatever_the_loss_is_taken_from(
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_training_step_changes_nothing_and_says_so(device: str, disk_dir: Path) -> None:
+def test_training_step_raises_and_changes_nothing(device: str, disk_dir: Path) -> None:
     model = models.build("parts").train()
     with store_for(model, disk_dir, device, SHARE) as store:
         dispatch_model(model, store)
@@ -164,11 +165,11 @@ def test_a_training_step_changes_nothing_and_says_so(device: str, disk_dir: Path
         with pytest.raises(RuntimeError, match="tierstore"):
             model(models.tokens(shape=(16,))).square().sum().backward()
         optimizer.step()
-        weights.assert_at_home(model)
+        weights.assert_unchanged(model)
 
 
-def test_gradients_around_the_model(device: str, disk_dir: Path) -> None:
-    """What does not lead through it is as ever."""
+def test_gradients_outside_the_model_are_right(device: str, disk_dir: Path) -> None:
+    """Paths that do not lead through the model work as usual."""
     model, x = models.Tower(), models.rows()
     with store_for(model, disk_dir, device, SHARE) as store:
         dispatch_model(model, store)
@@ -187,10 +188,8 @@ def test_gradients_around_the_model(device: str, disk_dir: Path) -> None:
         assert store.stats().bytes_read > 0
 
 
-def test_an_optimizer_step_on_gradients_from_elsewhere_is_noticed(
-    device: str, disk_dir: Path
-) -> None:
-    """As when gradients were computed by another copy of the model."""
+def test_optimizer_step_with_other_gradients_is_stored(device: str, disk_dir: Path) -> None:
+    """The gradients may come from another copy of the model."""
     model, plain = models.build("parts"), models.build("parts")
     with store_for(model, disk_dir, device, SHARE) as store:
         dispatch_model(model, store)

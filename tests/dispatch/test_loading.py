@@ -1,6 +1,6 @@
-"""A checkpoint's weights in a model, not read: maps of the files, in the same Parameter objects.
+"""Load a checkpoint's weights into a model as maps of its files, in the same Parameter objects.
 
-What is expected comes from `from_pretrained`, `load_state_dict` or safetensors itself.
+Expected values come from `from_pretrained`, `load_state_dict` or safetensors itself.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ PLACES: dict[str, Callable[[Build], nn.Module]] = {
 
 
 def saved(model: nn.Module, directory: Path, shards: str = SHARDS) -> Path:
-    """A checkpoint as transformers writes it."""
+    """Save a checkpoint as transformers writes it."""
     model.save_pretrained(directory, max_shard_size=shards)
     return directory
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A model's name, the model, and its checkpoint in shards."""
+    """Return a model's name, the model, and its checkpoint in shards."""
     torch.manual_seed(SEED)
     model = MODELS[request.param]()
     return request.param, model, saved(model, tmp_path_factory.mktemp("known"))
@@ -123,7 +123,7 @@ class Small(nn.Module):
 
 @pytest.fixture
 def small(tmp_path: Path) -> tuple[Small, Path]:
-    """A model with running statistics, and a file that `safetensors.torch.save_model` wrote."""
+    """Return a model with statistics, and its file from `safetensors.torch.save_model`."""
     torch.manual_seed(SEED)
     model = Small()
     model(torch.randn(8, 6))
@@ -131,22 +131,22 @@ def small(tmp_path: Path) -> tuple[Small, Path]:
     return model.eval(), tmp_path / "small.safetensors"
 
 
-# What is looked at -------------------------------------------------------------------------------
+# Warnings and result -----------------------------------------------------------------------------
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The tensors themselves, under all names."""
+    """Return the tensors themselves, under all names."""
     return dict(model.state_dict(keep_vars=True))
 
 
 def tables(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that no checkpoint holds."""
+    """Return the buffers that no checkpoint holds."""
     held = model.state_dict()
     return {name: buffer for name, buffer in model.named_buffers() if name not in held}
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """All that must not change where loading fails."""
+    """Return all state that must not change where loading fails."""
     tensors = {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers()),
@@ -172,7 +172,7 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def assert_own_bytes_of_a_file(tensor: torch.Tensor) -> Path:
-    """The tensor shows a file, unchanged, and its storage ends where it ends."""
+    """Check that the tensor maps a file, unchanged, and that its storage ends at its own end."""
     extent = AddressSpace().extent_at(tensor.data_ptr(), tensor.nbytes)
     assert extent is not None
     with open(extent.path, "rb") as file:
@@ -183,7 +183,7 @@ def assert_own_bytes_of_a_file(tensor: torch.Tensor) -> Path:
 
 
 def maps_of(path: Path) -> int:
-    """How many maps of a file this process has."""
+    """Return the number of this process's maps of a file."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return sum(line.endswith(f" {path}") for line in lines)
 
@@ -192,7 +192,7 @@ def maps_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_weights_are_the_files_bytes_in_the_same_objects(known: Any, place: str) -> None:
+def test_loaded_weights_are_the_file_bytes_in_the_same_objects(known: Any, place: str) -> None:
     name, original, directory = known
     model = PLACES[place](MODELS[name])
     first = next(model.parameters()).requires_grad_(False)
@@ -212,7 +212,7 @@ def test_weights_are_the_files_bytes_in_the_same_objects(known: Any, place: str)
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_loaded_model_computes_what_from_pretrained_computes(known: Any, place: str) -> None:
+def test_loaded_model_computes_the_same_as_from_pretrained(known: Any, place: str) -> None:
     name, original, directory = known
     expected_of = type(original).from_pretrained(directory)
     model = PLACES[place](MODELS[name]).eval()
@@ -225,7 +225,7 @@ def test_a_loaded_model_computes_what_from_pretrained_computes(known: Any, place
         assert torch.equal(model(**inputs).logits, expected_of(**inputs).logits)
 
 
-def test_a_checkpoint_is_a_directory_an_index_a_file_or_links_to_one(tmp_path: Path) -> None:
+def test_checkpoint_may_be_directory_index_file_or_link(tmp_path: Path) -> None:
     original = llama()
     shards = saved(original, tmp_path / "shards")
     single = saved(original, tmp_path / "single", shards="1GB")
@@ -241,7 +241,7 @@ def test_a_checkpoint_is_a_directory_an_index_a_file_or_links_to_one(tmp_path: P
         assert_same(weights(model), weights(original), same_device=True)
 
 
-def test_one_parameter_under_two_names_stays_one(tmp_path: Path) -> None:
+def test_parameter_under_two_names_stays_one(tmp_path: Path) -> None:
     def build() -> nn.Module:
         return llama(tie_word_embeddings=True)
 
@@ -253,14 +253,14 @@ def test_one_parameter_under_two_names_stays_one(tmp_path: Path) -> None:
     assert "lm_head.weight" not in safetensors_names(directory)
 
 
-def test_parameters_that_a_transformers_model_ties_share_memory(tmp_path: Path) -> None:
+def test_parameters_tied_by_transformers_share_memory(tmp_path: Path) -> None:
     def build() -> nn.Module:
         return llama(tie_word_embeddings=True)
 
     directory = saved(build(), tmp_path)
     model = emptied(build)
     head, embedding = model.lm_head.weight, model.model.embed_tokens.weight
-    assert head is not embedding  # accelerate makes a new object of what is assigned
+    assert head is not embedding  # accelerate makes a new object when assigning
     load_weights(model, directory, strict=True)
     assert head.data_ptr() == embedding.data_ptr()
     assert_own_bytes_of_a_file(head)
@@ -276,7 +276,7 @@ def safetensors_names(directory: Path) -> set[str]:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("place", PLACES)
-def test_parameters_that_the_file_says_are_one_share_memory(
+def test_parameters_tied_by_the_file_share_memory(
     small: tuple[Small, Path], place: str, tied: bool
 ) -> None:
     original, path = small
@@ -290,18 +290,18 @@ def test_parameters_that_the_file_says_are_one_share_memory(
     inputs = torch.randn(8, 6)
     assert torch.equal(model(inputs), original(inputs))
     with torch.no_grad():
-        model.first.weight.add_(1)  # the process's own from now on, and of both
+        model.first.weight.add_(1)  # private to the process from now on, and shared by both
     assert torch.equal(model.last.weight, original.first.weight + 1)
     assert torch.equal(safetensors.torch.load_file(path)[kept_name(path)], original.first.weight)
 
 
 def kept_name(path: Path) -> str:
-    """Which of the two names of the shared weight the file holds it under."""
+    """Return which of the two names of the shared weight the file holds."""
     (name,) = {"first.weight", "last.weight"} & safetensors.torch.load_file(path).keys()
     return name
 
 
-def test_a_parameter_with_a_gradient_and_one_of_another_layout_get_their_values(
+def test_parameters_with_gradient_or_other_layout_are_loaded(
     small: tuple[Small, Path],
 ) -> None:
     original, path = small
@@ -312,7 +312,7 @@ def test_a_parameter_with_a_gradient_and_one_of_another_layout_get_their_values(
     assert_same(model.state_dict(), original.state_dict(), same_device=True)
 
 
-def test_a_module_under_two_names_is_found_under_either(tmp_path: Path) -> None:
+def test_module_under_two_names_is_found_under_either(tmp_path: Path) -> None:
     def build() -> nn.Module:
         linear = nn.Linear(3, 5)
         return nn.ModuleDict({"first": linear, "second": linear})
@@ -329,7 +329,7 @@ def test_a_module_under_two_names_is_found_under_either(tmp_path: Path) -> None:
 # Dtypes and shapes -------------------------------------------------------------------------------
 
 
-def test_the_dtype_that_a_tensor_had_is_returned_where_the_file_has_another(tmp_path: Path) -> None:
+def test_load_returns_dtypes_that_the_file_changed(tmp_path: Path) -> None:
     original = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).bfloat16()
     safetensors.torch.save_file(original.state_dict(), tmp_path / "model.safetensors")
     model = on_meta(lambda: nn.Sequential(nn.Linear(4, 4).half(), nn.BatchNorm1d(4).bfloat16()))
@@ -340,7 +340,7 @@ def test_the_dtype_that_a_tensor_had_is_returned_where_the_file_has_another(tmp_
         assert_own_bytes_of_a_file(tensor)
 
 
-def test_tensors_at_odd_addresses_of_a_file_are_maps_too(tmp_path: Path) -> None:
+def test_tensors_at_odd_addresses_of_a_file_are_maps(tmp_path: Path) -> None:
     values = {"flags": torch.tensor([1, 0, 1], dtype=torch.uint8), "weight": torch.randn(5, 3)}
     header = {
         "flags": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
@@ -359,7 +359,7 @@ def test_tensors_at_odd_addresses_of_a_file_are_maps_too(tmp_path: Path) -> None
     assert torch.equal(model(inputs), nn.functional.linear(inputs, values["weight"]))
 
 
-def test_buffers_that_the_checkpoint_lacks_keep_their_value_if_they_have_one(
+def test_buffers_missing_in_the_checkpoint_keep_their_value(
     tmp_path: Path,
 ) -> None:
     original = nn.BatchNorm1d(3)
@@ -381,7 +381,7 @@ def test_buffers_that_the_checkpoint_lacks_keep_their_value_if_they_have_one(
 # Names -------------------------------------------------------------------------------------------
 
 
-def test_a_base_models_checkpoint_loads_into_the_model_around_it(tmp_path: Path) -> None:
+def test_base_checkpoint_loads_into_the_model_around_it(tmp_path: Path) -> None:
     def build() -> nn.Module:
         return llama(tie_word_embeddings=True)
 
@@ -393,7 +393,7 @@ def test_a_base_models_checkpoint_loads_into_the_model_around_it(tmp_path: Path)
     assert_same(weights(model), weights(original), same_device=True)
 
 
-def test_a_head_that_a_base_models_checkpoint_lacks_is_named(tmp_path: Path) -> None:
+def test_base_checkpoint_without_the_head_names_it(tmp_path: Path) -> None:
     directory = saved(llama().model, tmp_path)
     model = on_meta(llama)
     before = state_of(model)
@@ -402,21 +402,21 @@ def test_a_head_that_a_base_models_checkpoint_lacks_is_named(tmp_path: Path) -> 
     assert state_of(model) == before
 
 
-def test_a_base_model_loads_from_the_checkpoint_of_the_model_around_it(tmp_path: Path) -> None:
+def test_base_model_loads_from_the_larger_checkpoint(tmp_path: Path) -> None:
     original = llama()
     directory = saved(original, tmp_path)
     model = on_meta(lambda: transformers.LlamaModel(llama_config()))
-    with pytest.warns(UserWarning, match=r"has what the model has not: 'lm_head.weight'\. It is"):
+    with pytest.warns(UserWarning, match=r"the model does not: 'lm_head.weight'\. They are"):
         load_weights(model, directory, strict=False)
     assert_same(weights(model), weights(original.model), same_device=True)
     again = on_meta(lambda: transformers.LlamaModel(llama_config()))
     before = state_of(again)
-    with pytest.raises(ValueError, match=r"has not: 'lm_head.weight'\. Pass strict=False"):
+    with pytest.raises(ValueError, match=r"does not: 'lm_head.weight'\. Pass strict=False"):
         load_weights(again, directory, strict=True)
     assert state_of(again) == before
 
 
-def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+def test_warning_as_error_leaves_the_model_unchanged(tmp_path: Path) -> None:
     safetensors.torch.save_file(
         {**nn.Linear(2, 2).state_dict(), **{f"more{i}": torch.ones(1) for i in range(7)}},
         tmp_path / "a.safetensors",
@@ -431,11 +431,11 @@ def test_a_warning_that_is_an_error_leaves_the_model_as_it_was(tmp_path: Path) -
     assert state_of(model) == before
 
 
-# What does not fit leaves the model as it was ----------------------------------------------------
+# Errors leave the model unchanged ----------------------------------------------------------------
 
 
 def write(path: Path, **changed: torch.Tensor | None) -> Path:
-    """A file for `nn.Linear(3, 5)`, changed."""
+    """Write a file for `nn.Linear(3, 5)`, with changes."""
     tensors = {"weight": torch.randn(5, 3), "bias": torch.randn(5), **changed}
     safetensors.torch.save_file(
         {name: tensor for name, tensor in tensors.items() if tensor is not None},
@@ -461,10 +461,10 @@ MISFITS: dict[str, tuple[dict[str, torch.Tensor | None], str]] = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", [*MISFITS, "nothing"])
-def test_what_does_not_fit_is_named(kind: str, place: str, tmp_path: Path) -> None:
+def test_mismatch_is_named_and_changes_nothing(kind: str, place: str, tmp_path: Path) -> None:
     model = PLACES[place](lambda: nn.Linear(3, 5))
     before = state_of(model)
-    if kind == "nothing":  # the control: this does fit
+    if kind == "nothing":  # the control: this file fits
         load_weights(model, write(tmp_path), strict=True)
         assert state_of(model) != before
         return
@@ -472,19 +472,19 @@ def test_what_does_not_fit_is_named(kind: str, place: str, tmp_path: Path) -> No
     with pytest.raises(ValueError, match=message) as caught:
         load_weights(model, write(tmp_path, **changed), strict=False)
     assert "from the checkpoint's own config" in str(caught.value)
-    real = "have a value in the model" in str(caught.value)
+    real = "have values in the model" in str(caught.value)
     assert real == (place == "cpu" and "bias" in changed and changed["bias"] is None)
     assert state_of(model) == before
 
 
-def test_tensors_that_cannot_be_maps_are_refused(tmp_path: Path) -> None:
+def test_tensors_that_cannot_be_maps_raise(tmp_path: Path) -> None:
     model = nn.LazyLinear(5)
     with pytest.raises(ValueError, match="is a UninitializedParameter, which cannot show a file"):
         load_weights(model, write(tmp_path), strict=True)
     assert nn.parameter.is_lazy(model.weight)
 
 
-def test_pickles_are_refused_and_never_read(tmp_path: Path) -> None:
+def test_pickles_raise_and_are_never_read(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
 
     class Harm:
@@ -514,8 +514,8 @@ def test_pickles_are_refused_and_never_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bare", (False, True), ids=("a weight_map", "a bare map"))
-def test_an_index_of_another_name(bare: bool, tmp_path: Path) -> None:
-    """accelerate takes any JSON file, and the map by itself."""
+def test_index_of_another_name_is_accepted(bare: bool, tmp_path: Path) -> None:
+    """accelerate accepts any JSON file, and a bare map."""
     source = llama()
     whole = saved(source, tmp_path / "whole")
     usual = whole / "model.safetensors.index.json"
@@ -528,7 +528,7 @@ def test_an_index_of_another_name(bare: bool, tmp_path: Path) -> None:
     assert_same(dict(model.state_dict()), dict(source.state_dict()))
 
 
-def test_a_shard_that_is_missing_or_damaged_is_an_error(tmp_path: Path) -> None:
+def test_missing_or_damaged_shard_raises(tmp_path: Path) -> None:
     whole = saved(llama(), tmp_path / "whole")
     shards = sorted(path.name for path in whole.glob("*.safetensors"))
     model = on_meta(llama)
@@ -549,7 +549,7 @@ def test_a_shard_that_is_missing_or_damaged_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", ["none", "rewritten", "shortened", "removed"])
-def test_a_file_that_changes_meanwhile_is_noticed(
+def test_file_changed_during_the_load_raises(
     change: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path)
@@ -577,7 +577,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(
     assert state_of(model) == before
 
 
-def test_a_file_that_a_link_replaced_meanwhile_is_not_followed(
+def test_file_replaced_by_a_link_during_the_load_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, other = write(tmp_path), tmp_path / "other"
@@ -596,7 +596,7 @@ def test_a_file_that_a_link_replaced_meanwhile_is_not_followed(
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_an_interrupt_in_the_middle_leaves_the_model_as_it_was(
+def test_interrupted_load_leaves_the_model_unchanged(
     known: Any, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name, _, directory = known
@@ -627,12 +627,12 @@ def test_weak_reference_to_a_meta_weight_stays_one_to_the_weight(tmp_path: Path)
     assert not model.bias.is_meta
 
 
-def test_load_refuses_a_meta_weight_that_a_computation_saved(tmp_path: Path) -> None:
+def test_load_of_a_meta_weight_saved_by_a_computation_raises(tmp_path: Path) -> None:
     path = write(tmp_path)
     model = on_meta(lambda: nn.Linear(3, 5))
     result = model.weight * model.weight
     before = state_of(model)
-    with pytest.raises(RuntimeError, match=r"'weight' cannot get its value.*saved it"):
+    with pytest.raises(RuntimeError, match=r"'weight' cannot be loaded.*saved it"):
         load_weights(model, path, strict=True)
     assert state_of(model) == before
     del result
@@ -687,7 +687,7 @@ WITH_TABLES: dict[str, Build] = {
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["itself", "in another module"])
 @pytest.mark.parametrize("kind", WITH_TABLES)
-def test_tables_of_transformers_models_are_what_they_are_on_the_cpu(
+def test_tables_of_transformers_models_equal_the_cpu(
     kind: str, wrapped: bool, tmp_path: Path
 ) -> None:
     def build() -> nn.Module:
@@ -707,7 +707,7 @@ def test_tables_of_transformers_models_are_what_they_are_on_the_cpu(
 
 
 class Careless(transformers.LlamaForCausalLM):  # type: ignore[misc]
-    """A transformers model whose code for one table writes to all else that it has."""
+    """A transformers model whose code for one table writes to all other tensors."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -724,12 +724,12 @@ class Careless(transformers.LlamaForCausalLM):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_computing_tables_touches_nothing_else_of_the_model(fits: bool, tmp_path: Path) -> None:
+def test_computing_tables_leaves_other_tensors_unchanged(fits: bool, tmp_path: Path) -> None:
     model = Careless(llama_config())
     model.table = torch.empty(4, device="meta")
     assert model.kept.sum() == 0
     before = state_of(model)
-    tensors = dict(model.named_parameters())  # what the checkpoint lacks is kept as it is
+    tensors = dict(model.named_parameters())  # tensors missing in the checkpoint are kept
     if not fits:
         tensors.pop("gain")
     safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
@@ -738,7 +738,7 @@ def test_computing_tables_touches_nothing_else_of_the_model(fits: bool, tmp_path
             load_weights(model, tmp_path, strict=True)
         assert state_of(model) == before
         return
-    (value,) = loading.recomputed(model)
+    (value,) = loading.recompute_buffers(model)
     assert value.name == "table" and torch.equal(value.shown, torch.ones(4))
     assert state_of(model) == before
     load_weights(model, tmp_path, strict=True)
@@ -779,9 +779,9 @@ class Failing(Forgetful):
 @pytest.mark.parametrize(
     ("build", "names"),
     [
-        (WithTable, "'table': on meta"),
-        (lambda: Forgetful(llama_config()), "'partly': on meta"),
-        (lambda: Failing(llama_config()), "'partly', 'mask': on meta"),
+        (WithTable, "'table': these buffers are on meta"),
+        (lambda: Forgetful(llama_config()), "'partly': these buffers are on meta"),
+        (lambda: Failing(llama_config()), "'partly', 'mask': these buffers are on meta"),
     ],
     ids=["unknown", "in part", "failing"],
 )
@@ -798,10 +798,10 @@ def test_tables_that_cannot_be_computed_are_named(build: Build, names: str, tmp_
     assert_same(tables(model), tables(original), same_device=True)
 
 
-# Around ------------------------------------------------------------------------------------------
+# During forwards and on a disabled model ---------------------------------------------------------
 
 
-def test_neither_inference_mode_nor_a_default_device_shows_in_the_weights(
+def test_load_in_inference_mode_makes_ordinary_weights(
     small: tuple[Small, Path],
 ) -> None:
     original, path = small
@@ -814,7 +814,7 @@ def test_neither_inference_mode_nor_a_default_device_shows_in_the_weights(
     assert model.first.weight.grad is not None
 
 
-def test_tables_are_computed_on_the_cpu_whatever_the_default_device_is(tmp_path: Path) -> None:
+def test_tables_are_computed_on_the_cpu(tmp_path: Path) -> None:
     original = llama()
     directory = saved(original, tmp_path)
     with torch.device("meta"):
@@ -823,7 +823,7 @@ def test_tables_are_computed_on_the_cpu_whatever_the_default_device_is(tmp_path:
     assert_same(tables(model), tables(original), same_device=True)
 
 
-def test_small_tensors_share_a_map_and_a_large_one_goes_with_its_map(
+def test_small_tensors_share_a_map_and_large_ones_have_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Who has loaded in memory what hardly fits there is told what to do, with numbers."""
+"""A model in memory that hardly fits there causes a warning with advice and numbers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.dispatch import warned
+from tests.dispatch import memory_warning
 from tests.helpers.processes import ROOT, results_in, with_the_usual_allocator
 from tools.bench import memory_group
 from tools.bench.memory_group import MemoryGroup
@@ -27,7 +27,13 @@ pytestmark = [
 
 
 def run(how: str, limit: int, place: Path) -> dict[str, Any]:
-    words = [sys.executable, "-m", "tests.dispatch.warned", how, str(place / "model.safetensors")]
+    words = [
+        sys.executable,
+        "-m",
+        "tests.dispatch.memory_warning",
+        how,
+        str(place / "model.safetensors"),
+    ]
     with MemoryGroup(limit) as group:
         done = subprocess.run(
             group.command([*words, str(place / "store")]),
@@ -44,16 +50,16 @@ def run(how: str, limit: int, place: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ("dispatch", "group offload"))
-def test_weights_in_memory_that_hardly_fit_are_told(how: str, tmp_path: Path) -> None:
+def test_weights_that_hardly_fit_in_memory_warn(how: str, tmp_path: Path) -> None:
     result = run(how, 900 * MIB, tmp_path)
-    (told,) = result["told"]
-    in_memory, available = (int(n.replace(",", "")) for n in re.findall(r"\d[\d,]+", told))
-    assert in_memory == warned.NBYTES
-    assert 0 < available < 900 * MIB - warned.NBYTES
-    assert "tierstore.from_pretrained" in told
-    assert result["where"] == [warned.__file__], "it is the caller's line"
+    (message,) = result["messages"]
+    in_memory, available = (int(n.replace(",", "")) for n in re.findall(r"\d[\d,]+", message))
+    assert in_memory == memory_warning.NBYTES
+    assert 0 < available < 900 * MIB - memory_warning.NBYTES
+    assert "tierstore.from_pretrained" in message
+    assert result["where"] == [memory_warning.__file__], "it is the caller's line"
 
 
 @pytest.mark.parametrize(("how", "limit"), [("mapped", 900 * MIB), ("dispatch", 4096 * MIB)])
-def test_views_of_files_and_what_fits_are_not(how: str, limit: int, tmp_path: Path) -> None:
-    assert run(how, limit, tmp_path)["told"] == []
+def test_mapped_or_fitting_weights_do_not_warn(how: str, limit: int, tmp_path: Path) -> None:
+    assert run(how, limit, tmp_path)["messages"] == []

@@ -1,4 +1,4 @@
-"""A child and its parent, each dispatched by itself; being an ordinary model again."""
+"""A child and its parent, each dispatched separately; and restored models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tierstore.errors import ClosedError
 
 pytestmark = [
     pytest.mark.full(
-        "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+        "model and dispatch method are independent; test_parity.py covers both devices",
         keep="a third",
     ),
     ON_BOTH,
@@ -77,15 +77,15 @@ def other(device: str, tmp_path: Path) -> Iterator[TierStore]:
         yield store
 
 
-def asked(*stores: TierStore) -> list[int]:
+def lease_counts(*stores: TierStore) -> list[int]:
     return [acquires(store) for store in stores]
 
 
 def serving(model: Any, *stores: TierStore) -> list[bool]:
-    """Which stores are asked for weights when the model runs."""
-    before = asked(*stores)
+    """Return which stores lease weights when the model runs."""
+    before = lease_counts(*stores)
     run(model)
-    return [now > then for now, then in zip(asked(*stores), before, strict=True)]
+    return [now > then for now, then in zip(lease_counts(*stores), before, strict=True)]
 
 
 def groups(store: TierStore) -> list[str]:
@@ -102,7 +102,7 @@ def bytes_in_groups(store: TierStore) -> int:
 
 @pytest.mark.parametrize("child_first", (True, False), ids=("child first", "parent first"))
 @pytest.mark.parametrize("same_store", (True, False), ids=("one store", "two stores"))
-def test_child_and_parent(
+def test_child_and_parent_run_on_their_stores(
     same_store: bool, child_first: bool, device: str, store: TierStore, other: TierStore
 ) -> None:
     expected, model = outputs(device), Pair()
@@ -117,7 +117,7 @@ def test_child_and_parent(
         dispatch_model(model.first, childs)
     for _ in range(2):
         assert torch.equal(run(model), expected)
-        weights.assert_at_home(model)
+        weights.assert_unchanged(model)
     # Each weight is in one dispatch.
     padding = 4096 * len(groups(store) + groups(other)) + 256 * len(list(model.parameters()))
     assert padding < models.LAYER_BYTES * 8  # one tower
@@ -134,11 +134,11 @@ def test_child_and_parent(
     assert serving(model, store, other) == [False, False]
     assert not groups(store) and not groups(other)
     assert_ordinary(model)
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
 
 
 @pytest.mark.parametrize("child_first", (True, False), ids=("child first", "parent first"))
-def test_the_child_goes_back_to_its_parent(
+def test_disabled_child_returns_to_its_parent(
     child_first: bool, device: str, store: TierStore, other: TierStore
 ) -> None:
     expected, model = outputs(device), Pair()
@@ -151,15 +151,17 @@ def test_the_child_goes_back_to_its_parent(
     assert not groups(other)
     for _ in range(2):
         assert torch.equal(run(model), expected)
-        weights.assert_at_home(model)
+        weights.assert_unchanged(model)
     assert bytes_in_groups(store) >= parameter_bytes(model)
     assert serving(model, store, other) == [True, False]
     disable_offload(model)
     assert_ordinary(model)
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
 
 
-def test_edits_in_a_nested_dispatch(device: str, store: TierStore, other: TierStore) -> None:
+def test_edits_in_a_nested_dispatch_are_used(
+    device: str, store: TierStore, other: TierStore
+) -> None:
     model, plain = Pair(), Pair()
     dispatch_model(model.first, other)
     dispatch_model(model, store)
@@ -178,10 +180,10 @@ def test_edits_in_a_nested_dispatch(device: str, store: TierStore, other: TierSt
 
 
 @pytest.mark.parametrize("child_first", (True, False), ids=("child first", "parent first"))
-def test_weights_tied_across_nested_dispatches(
+def test_weights_tied_across_nested_dispatches_stay_tied(
     child_first: bool, device: str, store: TierStore, other: TierStore
 ) -> None:
-    """As the head of a language model is to the embedding of its encoder."""
+    """An encoder's embedding and a language model's head are tied like this."""
 
     def tied() -> Pair:
         pair = Pair()
@@ -199,15 +201,15 @@ def test_weights_tied_across_nested_dispatches(
     assert parameter_bytes(model) <= total <= parameter_bytes(model) + padding  # it moves once
     for _ in range(2):
         assert torch.equal(run(model), expected)
-        weights.assert_at_home(model)
+        weights.assert_unchanged(model)
     disable_offload(model.first)
     assert torch.equal(run(model), expected)
     disable_offload(model)
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
     assert_ordinary(model)
 
 
-def test_three_levels(device: str, store: TierStore, other: TierStore) -> None:
+def test_three_nested_dispatches_run(device: str, store: TierStore, other: TierStore) -> None:
     expected, model = outputs(device), Pair()
     weights = Weights.of(model)
     dispatch_model(model.first.layers[2], other)
@@ -218,19 +220,19 @@ def test_three_levels(device: str, store: TierStore, other: TierStore) -> None:
         disable_offload(module)
         assert torch.equal(run(model), expected)
     assert_ordinary(model)
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
     assert not groups(store) and not groups(other)
 
 
-def test_a_part_of_a_larger_model_that_is_not_dispatched(device: str, store: TierStore) -> None:
-    """Whatever is done to the whole is done to the part."""
+def test_dispatched_part_of_a_larger_model_follows_it(device: str, store: TierStore) -> None:
+    """An operation on the whole model also applies to the part."""
     inner, plain = Pair(), nn.Sequential(Pair(), nn.Tanh())
     weights = Weights.of(inner)
     model = nn.Sequential(dispatch_model(inner, store), nn.Tanh())
     expected = outputs(device, plain)
     for _ in range(2):
         assert torch.equal(run(model), expected)
-    weights.assert_at_home(inner)
+    weights.assert_unchanged(inner)
     model.to("cpu")
     with pytest.raises(RuntimeError, match="disable_offload"):
         model.to("meta")
@@ -248,11 +250,11 @@ def test_a_part_of_a_larger_model_that_is_not_dispatched(device: str, store: Tie
     Weights.of(Pair().double()).assert_equal_to(inner)
 
 
-def test_a_child_offloaded_in_groups(device: str, store: TierStore, other: TierStore) -> None:
-    """By the adapter for diffusers: one or the other."""
+def test_child_offloaded_in_groups_raises(device: str, store: TierStore, other: TierStore) -> None:
+    """Only one of both adapters may have it."""
     model = Pair()
     with enable_group_offload(model.first, other):
-        with pytest.raises(ValueError, match="offloaded already"):
+        with pytest.raises(ValueError, match="already offloaded"):
             dispatch_model(model, store)
         assert not store.keys()
         plain = Pair().first.to(device)
@@ -263,10 +265,10 @@ def test_a_child_offloaded_in_groups(device: str, store: TierStore, other: TierS
     assert torch.equal(run(model), outputs(device))
 
 
-# Again --------------------------------------------------------------------------------------------
+# Dispatching again --------------------------------------------------------------------------------
 
 
-def test_the_same_again_does_nothing(device: str, store: TierStore) -> None:
+def test_dispatch_again_with_the_same_arguments_does_nothing(device: str, store: TierStore) -> None:
     model = dispatch_model(Pair(), store)
     run(model)
     before, written = groups(store), store.stats().bytes_written
@@ -277,7 +279,9 @@ def test_the_same_again_does_nothing(device: str, store: TierStore) -> None:
     assert torch.equal(run(model), outputs(device))
 
 
-def test_other_arguments_start_anew(device: str, store: TierStore, other: TierStore) -> None:
+def test_dispatch_again_with_other_arguments_starts_over(
+    device: str, store: TierStore, other: TierStore
+) -> None:
     model = dispatch_model(Pair(), store)
     weights = Weights.of(model)
     before, written = groups(store), store.stats().bytes_written
@@ -289,20 +293,20 @@ def test_other_arguments_start_anew(device: str, store: TierStore, other: TierSt
     assert not groups(store)
     assert torch.equal(run(model), outputs(device))
     assert serving(model, store, other) == [False, True]
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
     disable_offload(model)
     assert_ordinary(model)
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
 
 
-def test_dispatched_again_after_it_was_removed(device: str, store: TierStore) -> None:
+def test_dispatch_after_removal_works(device: str, store: TierStore) -> None:
     model = Pair()
     weights = Weights.of(model)
     for _ in range(3):
         dispatch_model(model, store)
         assert torch.equal(run(model), outputs(device))
         disable_offload(model)
-        weights.assert_at_home(model)
+        weights.assert_unchanged(model)
         assert not groups(store)
     assert_ordinary(model)
 
@@ -311,7 +315,7 @@ def test_dispatched_again_after_it_was_removed(device: str, store: TierStore) ->
 
 
 @pytest.mark.parametrize("kind", models.KINDS)
-def test_a_model_made_ordinary_is_what_it_was(
+def test_disabled_model_is_unchanged(
     kind: str, device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     model = models.load(kind, checkpoint(kind))
@@ -325,18 +329,18 @@ def test_a_model_made_ordinary_is_what_it_was(
         assert read > 0
         assert disable_offload(model) is model
         assert not groups(store)
-        before = asked(store)
+        before = lease_counts(store)
         assert_same(models.run(kind, model), reference(kind).outputs)
-        assert asked(store) == before
+        assert lease_counts(store) == before
         assert store.stats().bytes_written == 0
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
     assert_ordinary(model)
     assert [(p.requires_grad, p.dtype, p.stride()) for p in model.parameters()] == modes
     assert [sorted(vars(module)) for module in model.modules()] == attributes
     assert {buffer.device.type for buffer in model.buffers()} <= {"cpu"}
 
 
-def test_it_needs_neither_store_nor_directory_afterwards(device: str, disk_dir: Path) -> None:
+def test_disabled_model_needs_neither_store_nor_directory(device: str, disk_dir: Path) -> None:
     model = Pair()
     weights = Weights.of(model)
     with store_for(model, disk_dir, device, SHARE) as store:
@@ -345,12 +349,12 @@ def test_it_needs_neither_store_nor_directory_afterwards(device: str, disk_dir: 
         run(model)
         disable_offload(model)
     shutil.rmtree(disk_dir)
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
     assert torch.equal(run(model), outputs("cpu"))
     model.to("meta")
 
 
-def test_afterwards_it_trains(device: str, store: TierStore) -> None:
+def test_disabled_model_trains(device: str, store: TierStore) -> None:
     model, plain = Pair(), Pair()
     dispatch_model(model, store)
     run(model)
@@ -365,8 +369,8 @@ def test_afterwards_it_trains(device: str, store: TierStore) -> None:
     assert not torch.equal(model.first.layers[0].bias, Pair().first.layers[0].bias)
 
 
-def test_what_is_changed_afterwards_stays_out_of_the_store(device: str, disk_dir: Path) -> None:
-    """Its weights are maps of the store's files: writes to them must not reach those."""
+def test_edits_after_disabling_stay_out_of_the_store(device: str, disk_dir: Path) -> None:
+    """Its weights are maps of the store's files: writes to them must not reach the files."""
     model = Pair()
     with store_for(model, disk_dir, device, SHARE) as store:
         dispatch_model(model, store)
@@ -382,7 +386,7 @@ def test_what_is_changed_afterwards_stays_out_of_the_store(device: str, disk_dir
         assert torch.equal(run(model), outputs(device))
 
 
-def test_what_is_not_offloaded(device: str, store: TierStore) -> None:
+def test_disable_of_a_model_not_offloaded_raises(device: str, store: TierStore) -> None:
     model = Pair()
     with pytest.raises(ValueError, match=r"not offloaded.*dispatch_model"):
         disable_offload(model)
@@ -396,7 +400,7 @@ def test_what_is_not_offloaded(device: str, store: TierStore) -> None:
         disable_offload(model)
 
 
-def test_the_store_is_closed_first(
+def test_store_closed_first_leaves_an_ordinary_model(
     device: str, checkpoint: Checkpoints, disk_dir: Path, tmp_path: Path
 ) -> None:
     model = Pair()
@@ -406,7 +410,7 @@ def test_the_store_is_closed_first(
         dispatch_model(model, store)
         load_checkpoint_and_dispatch(loaded, checkpoint("parts"), store)
         run(model)
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
     Weights.of(models.load("parts", checkpoint("parts"))).assert_equal_to(loaded)
     for each in (model, loaded):
         for _ in range(2):
@@ -419,7 +423,7 @@ def test_the_store_is_closed_first(
     assert_same(models.run("parts", loaded), models.run("parts", plain))
 
 
-def test_a_forgotten_model_leaves_the_store(device: str, store: TierStore) -> None:
+def test_dropped_model_leaves_the_store(device: str, store: TierStore) -> None:
     model = dispatch_model(Pair(), store)
     run(model)
     assert groups(store)
@@ -431,7 +435,7 @@ def test_a_forgotten_model_leaves_the_store(device: str, store: TierStore) -> No
     assert torch.equal(run(dispatch_model(Pair(), store)), outputs(device))
 
 
-def test_a_weight_outlives_its_model(device: str, disk_dir: Path) -> None:
+def test_weight_outlives_its_model(device: str, disk_dir: Path) -> None:
     model = Pair()
     true = Weights.of(model).values["first.layers.3.weight"]
     with store_for(model, disk_dir, device, SHARE) as store:

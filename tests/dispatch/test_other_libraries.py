@@ -1,4 +1,4 @@
-"""What parts of torch and other libraries do to a model, done to one that is dispatched."""
+"""Operations of torch and other libraries on a dispatched model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tierstore import (
 from tierstore.errors import BudgetError
 
 pytestmark = pytest.mark.full(
-    "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+    "model and dispatch method are independent; test_parity.py covers both devices",
     keep="any device",
 )
 
@@ -49,15 +49,17 @@ def run(model: Any, device: str = "cpu") -> torch.Tensor:
 
 
 def lora(model: Any) -> Any:
-    """An adapter that changes what the model computes."""
+    """Add an adapter that changes the model's output."""
     torch.manual_seed(3)
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     return peft.get_peft_model(model, config)
 
 
 @ON_BOTH
-def test_a_lora_of_peft(device: str, checkpoint: Checkpoints, disk_dir: Path) -> None:
-    """Put in, switched off and on, merged, taken out and merged for good."""
+def test_peft_lora_of_a_dispatched_model_equals_plain(
+    device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    """It is added, switched off and on, merged, removed and merged for good."""
     plain = models.load("llama", checkpoint("llama"))
     with store_for(plain, disk_dir, device, SHARE) as store:
         base = load_checkpoint_and_dispatch(models.empty("llama"), checkpoint("llama"), store)
@@ -69,7 +71,8 @@ def test_a_lora_of_peft(device: str, checkpoint: Checkpoints, disk_dir: Path) ->
             plain.to("cpu")
             for _ in range(2):
                 found = models.forward("llama", base)["logits"]
-                # What is merged lies in files of the store, aligned otherwise: last bits differ.
+                # Merged weights lie in files of the store, with another alignment: last bits
+                # differ.
                 assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
             assert {parameter.device.type for parameter in base.parameters()} == {"cpu"}
             return found
@@ -96,8 +99,10 @@ def test_a_lora_of_peft(device: str, checkpoint: Checkpoints, disk_dir: Path) ->
 
 @pytest.mark.full("as a LoRA of peft")
 @ON_BOTH
-def test_a_lora_merged_layer_by_layer(device: str, checkpoint: Checkpoints, disk_dir: Path) -> None:
-    """On the device, within its budget."""
+def test_peft_lora_merged_layer_by_layer_equals_plain(
+    device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
+    """It is merged on the device, within the budget."""
     plain = lora(models.load("llama", checkpoint("llama")))
     with store_for(plain, disk_dir, device, SHARE) as store:
         base = load_checkpoint_and_dispatch(models.empty("llama"), checkpoint("llama"), store)
@@ -120,7 +125,7 @@ def test_a_lora_merged_layer_by_layer(device: str, checkpoint: Checkpoints, disk
 
 
 @ON_BOTH
-def test_parametrized_while_dispatched(device: str, disk_dir: Path) -> None:
+def test_parametrization_while_dispatched_equals_plain(device: str, disk_dir: Path) -> None:
     plain, model = models.Tower(), models.Tower()
     with store_for(model, disk_dir, device, 0.6) as store:
         dispatch_model(model, store)
@@ -143,7 +148,7 @@ def test_parametrized_while_dispatched(device: str, disk_dir: Path) -> None:
 
 
 @ON_BOTH
-def test_autocast(device: str, disk_dir: Path) -> None:
+def test_autocast_equals_plain(device: str, disk_dir: Path) -> None:
     plain, model = models.Tower(), models.Tower()
     with store_for(model, disk_dir, device, SHARE) as store:
         dispatch_model(model, store)
@@ -157,8 +162,8 @@ def test_autocast(device: str, disk_dir: Path) -> None:
         assert store.stats().bytes_read > 0
 
 
-def test_other_weights_for_one_call(disk_dir: Path) -> None:
-    """`functional_call` puts other tensors in the place of the parameters for a while."""
+def test_functional_call_with_other_weights_equals_plain(disk_dir: Path) -> None:
+    """`functional_call` replaces the parameters by other tensors for one call."""
     plain, model = models.Tower(), models.Tower()
     others = dict(models.Tower(seed=1).named_parameters())
     with store_for(model, disk_dir, "cpu", SHARE) as store, torch.no_grad():
@@ -168,13 +173,13 @@ def test_other_weights_for_one_call(disk_dir: Path) -> None:
             found = torch.func.functional_call(model, others, (models.rows(),))
             assert torch.equal(found, run(models.Tower(seed=1)))
             assert torch.equal(run(model), run(plain))
-            weights.assert_at_home(model)
+            weights.assert_unchanged(model)
         assert store.stats().bytes_read > 0
 
 
 @ON_BOTH
-def test_dispatched_in_inference_mode(device: str, disk_dir: Path) -> None:
-    """Afterwards the weights are what they were: tensors that may be edited and used with grad."""
+def test_dispatch_in_inference_mode_leaves_ordinary_weights(device: str, disk_dir: Path) -> None:
+    """Afterwards the weights may be edited, and used with gradients, as before."""
     plain, model = models.Tower(), models.Tower()
     with store_for(model, disk_dir, device, SHARE) as store:
         with torch.inference_mode():
@@ -196,7 +201,7 @@ def test_dispatched_in_inference_mode(device: str, disk_dir: Path) -> None:
 
 
 @ON_BOTH
-def test_a_model_of_inference_tensors(device: str, disk_dir: Path) -> None:
+def test_model_of_inference_tensors_runs(device: str, disk_dir: Path) -> None:
     with torch.inference_mode():
         plain, model = models.Tower(), models.Tower()
         expected = plain.to(device)(models.rows().to(device)).cpu()
@@ -211,9 +216,11 @@ def test_a_model_of_inference_tensors(device: str, disk_dir: Path) -> None:
             assert store.stats().bytes_read > 0
 
 
-class Turned(nn.Module):
-    """Of what does not lie in order, torch computes a product in one of two ways: it looks at
-    whether the weight, seen as a matrix that is turned, requires a gradient."""
+class Strided(nn.Module):
+    """A product of strided tensors, for which torch has two code paths.
+
+    It chooses by whether the weight, viewed as a transposed matrix, requires a gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +238,7 @@ def test_inference_tensors_compute_the_same_bits(way: Any, disk_dir: Path) -> No
     """They are inference tensors again afterwards, the same objects."""
     with torch.inference_mode():
         torch.manual_seed(4)
-        model = Turned().eval()
+        model = Strided().eval()
         plain, x = copy.deepcopy(model), torch.randn(3, 7, 64)
     assert all(parameter.requires_grad for parameter in model.parameters())
     objects = Weights.of(model).objects
@@ -278,7 +285,7 @@ def recurrent(device: str) -> nn.Module:
 
 
 @ON_BOTH
-def test_recurrent_modules(device: str, disk_dir: Path) -> None:
+def test_recurrent_modules_equal_plain(device: str, disk_dir: Path) -> None:
     plain, model = recurrent(device), recurrent(device)
     with store_for(model, disk_dir, device, 1.2) as store:
         dispatch_model(model, store)
@@ -298,10 +305,10 @@ def test_recurrent_modules(device: str, disk_dir: Path) -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("first_goes", (True, False), ids=("first goes", "second goes"))
-def test_two_models_share_a_module(
+def test_two_models_that_share_a_module_run(
     first_goes: bool, device: str, disk_dir: Path, tmp_path: Path
 ) -> None:
-    """As pipelines share a text encoder. Neither contains the other."""
+    """Pipelines share a text encoder like this. Neither contains the other."""
 
     def pair() -> list[nn.Module]:
         shared, own = models.Tower(seed=1), [models.Tower(seed=2), models.Tower(seed=3)]
@@ -337,7 +344,7 @@ def test_two_models_share_a_module(
 
 
 @ON_BOTH
-def test_a_module_that_occurs_twice(device: str, disk_dir: Path) -> None:
+def test_module_that_occurs_twice_runs(device: str, disk_dir: Path) -> None:
     def twice() -> nn.Module:
         tower = models.Tower()
         tower.layers[6] = tower.layers[1]
@@ -357,7 +364,7 @@ def test_a_module_that_occurs_twice(device: str, disk_dir: Path) -> None:
 
 
 @ON_BOTH
-def test_a_model_that_calls_itself_again(device: str, disk_dir: Path) -> None:
+def test_model_that_calls_itself_runs(device: str, disk_dir: Path) -> None:
     class Again(models.Tower):
         def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
             x = super().forward(x)
@@ -373,8 +380,8 @@ def test_a_model_that_calls_itself_again(device: str, disk_dir: Path) -> None:
 
 
 @ON_BOTH
-def test_a_new_weight_that_is_larger_than_the_budget(device: str, disk_dir: Path) -> None:
-    """The next forward says so; the model is an ordinary one then."""
+def test_new_weight_larger_than_the_budget_raises(device: str, disk_dir: Path) -> None:
+    """The next forward raises; the model is then an ordinary one."""
     model, plain = models.build("parts"), models.build("parts")
     expected = models.run("parts", plain.to(device), device)
     with store_for(model, disk_dir, device, 0.15) as store:

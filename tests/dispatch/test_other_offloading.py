@@ -1,4 +1,4 @@
-"""Other libraries' offloading, asked for a model that is on a store: refused, with advice."""
+"""Offloading of other libraries for a model on a store raises, with advice."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def in_training(model: Any, store: TierStore) -> Callable[[], object]:
     return OffloadModel(model, store).disable
 
 
-def a_layer_of_it(model: Any, store: TierStore) -> Callable[[], object]:
+def a_layer(model: Any, store: TierStore) -> Callable[[], object]:
     dispatch_model(model.layers[5], store)
     return lambda: disable_offload(model.layers[5])
 
@@ -74,7 +74,7 @@ def a_hook_more(model: Any, folder: Path) -> None:
     add_hook_to_module(model.layers[5], AlignDevicesHook(CPU), append=True)
 
 
-def around_it(model: Any, folder: Path) -> None:
+def around_the_model(model: Any, folder: Path) -> None:
     accelerate.cpu_offload(nn.Sequential(model, nn.Linear(4, 4)), CPU)
 
 
@@ -93,7 +93,7 @@ OTHERS = (
     dispatch,
     a_hook,
     a_hook_more,
-    around_it,
+    around_the_model,
     blocks_of_diffusers,
     leaves_of_diffusers,
 )
@@ -105,14 +105,14 @@ def attributes(model: nn.Module) -> list[set[str]]:
     return [set(vars(module)) for module in model.modules()]
 
 
-@pytest.mark.full("the library, and what it is asked", keep="a third")
+@pytest.mark.full("the library, the request", keep="a third")
 @pytest.mark.parametrize(
     "way",
-    (dispatched, offloaded_in_groups, in_training, a_layer_of_it),
+    (dispatched, offloaded_in_groups, in_training, a_layer),
     ids=lambda way: way.__name__,
 )
 @pytest.mark.parametrize("other", OTHERS, ids=lambda other: other.__name__)
-def test_it_is_refused_until_the_model_leaves(
+def test_other_offloading_raises_until_the_model_is_disabled(
     other: Other, way: Way, disk_dir: Path, tmp_path: Path
 ) -> None:
     model, rows = models.Tower(), models.rows()
@@ -126,19 +126,19 @@ def test_it_is_refused_until_the_model_leaves(
             with pytest.raises(ValueError, match=r"tierstore.*disable_offload\(model\)"):
                 other(model, tmp_path / "other")
         assert attributes(model) == before
-        asked = acquires(store)
+        leases = acquires(store)
         assert torch.equal(model(rows), expected)
-        assert way is in_training or acquires(store) > asked
+        assert way is in_training or acquires(store) > leases
         undo()
     weights.assert_equal_to(model)
     other(model, tmp_path / "other")
-    assert attributes(model) != before or other is around_it
+    assert attributes(model) != before or other is around_the_model
     with torch.no_grad():
         assert torch.equal(model(rows), expected)
 
 
-def test_others_are_left_alone(disk_dir: Path, tmp_path: Path) -> None:
-    """A model that is on no store, beside one that is."""
+def test_other_models_may_be_offloaded(disk_dir: Path, tmp_path: Path) -> None:
+    """The model is on no store, beside one that is."""
     model, rows = models.Tower(), models.rows()
     with store_for(model, disk_dir, "cpu", 0.4) as store, torch.no_grad():
         dispatch_model(model, store)
@@ -162,7 +162,7 @@ def test_others_are_left_alone(disk_dir: Path, tmp_path: Path) -> None:
     ),
     ids=("model", "sequential", "groups", "groups of a component"),
 )
-def test_a_pipeline_with_a_model_on_a_store(
+def test_pipeline_with_a_model_on_a_store_raises(
     other: Callable[[Any], None],
     way: Way,
     pipeline_checkpoint: Checkpoints,

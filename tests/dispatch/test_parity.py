@@ -1,8 +1,8 @@
-"""Dispatched, every model computes bit for bit what it computes without a store.
+"""Dispatched, every model computes bit for bit the same as without a store.
 
 Budgets lie below, around and above the size of the weights; a model runs twice or more: first the
-order of use is not known, then it is. After each run every parameter is the object it was, on the
-CPU, of its true value.
+order of use is unknown, then it is learned. After each run every parameter is the same object, on
+the CPU, with its true value.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tierstore import (
 )
 
 pytestmark = pytest.mark.full(
-    "the model, how it is dispatched, and the device: each has its own part in what is tested",
+    "model, dispatch method and device are independent",
     keep="a third",
 )
 
@@ -45,10 +45,10 @@ RUNS = 2
 
 
 def assert_bytes_moved(store: TierStore, expected: Reference, runs: int, share: float) -> None:
-    """What `runs` needed was read; what cannot have stayed in memory was read again.
+    """Check that weights needed in `runs` were read, again if they cannot have stayed in memory.
 
-    No run begins with more than what the budgets hold, so it reads the rest of what it needs,
-    however well the store chose what to keep.
+    No run begins with more than the budgets hold, so it reads the rest of the weights that it
+    needs, however well the store chose those to keep.
     """
     stats = store.stats()
     budget = int(expected.weights * share)
@@ -66,7 +66,7 @@ def assert_bytes_moved(store: TierStore, expected: Reference, runs: int, share: 
 @ALL_KINDS
 @ON_BOTH
 @pytest.mark.parametrize("share", (0.1, 0.5, 2.0))
-def test_a_loaded_model(
+def test_loaded_model_equals_plain(
     share: float,
     device: str,
     kind: str,
@@ -79,22 +79,22 @@ def test_a_loaded_model(
     weights = Weights.of(model)
     with store_for(expected.weights, disk_dir, device, share) as store:
         assert dispatch_model(model, store) is model
-        weights.assert_at_home(model)
+        weights.assert_unchanged(model)
         for runs in range(1, RUNS + 1):
             outputs = models.run(kind, model)
             assert_same(outputs, expected.outputs)
             assert {value.device.type for value in outputs.values()} == {"cpu"}
-            weights.assert_at_home(model)
+            weights.assert_unchanged(model)
             assert_bytes_moved(store, expected, runs, share)
-        assert store.stats().bytes_written == 0  # the checkpoint holds it all
+        assert store.stats().bytes_written == 0  # the checkpoint holds all of it
         assert disable_offload(model) is model
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
     assert_same(models.run(kind, model), reference(kind).outputs)
 
 
 @ALL_KINDS
 @ON_BOTH
-def test_a_model_that_no_file_holds(
+def test_model_without_a_file_equals_plain(
     device: str, kind: str, reference: References, disk_dir: Path
 ) -> None:
     expected = reference(kind, device, built=True)
@@ -107,15 +107,15 @@ def test_a_model_that_no_file_holds(
         assert expected.weights <= written <= expected.weights + padding
         for _ in range(RUNS):
             assert_same(models.run(kind, model), expected.outputs)
-            weights.assert_at_home(model)
+            weights.assert_unchanged(model)
         assert store.stats().bytes_written == written
-        # Each run found at most what the budgets hold, the first one too.
+        # Each run found at most as much as the budgets hold, the first one too.
         memory = int(0.4 * expected.weights) * (1 if device == "cpu" else 2)
         assert store.stats().bytes_read >= RUNS * (expected.needed - memory)
 
 
 def every_other(model: nn.Module) -> dict[str, str]:
-    """A map that names leaves and parents, and the rest by the empty name."""
+    """Return a map that names leaves and parents, and the rest by the empty name."""
     lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
     blocks = [f"{lists[0]}.{n}" for n in range(len(model.get_submodule(lists[0])))]
     places = {"": "disk", lists[0]: "cpu"}
@@ -151,7 +151,7 @@ Way = Callable[[Any, TierStore, Path], Any]
 @ALL_KINDS
 @ON_BOTH
 @pytest.mark.parametrize("way", (mapped, to_ram, to_disk, from_files))
-def test_every_way_of_dispatching(
+def test_each_way_to_dispatch_equals_plain(
     way: Way,
     device: str,
     kind: str,
@@ -170,22 +170,22 @@ def test_every_way_of_dispatching(
         for runs in range(1, RUNS + 1):
             outputs = models.forward(kind, model)
             assert_same(outputs, {name: expected.outputs[name] for name in outputs})
-            weights.assert_at_home(model)
+            weights.assert_unchanged(model)
             assert_bytes_moved(store, expected, runs, share=0.1)
         assert store.stats().bytes_written == 0
         disable_offload(model)
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
 
 
 @needs_accelerator
 @ALL_KINDS
-def test_some_of_it_stays_on_the_device(
+def test_layers_pinned_on_the_device_equal_plain(
     kind: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     expected = reference(kind, ACCELERATOR)
     model = models.load(kind, checkpoint(kind))
     weights = Weights.of(model)
-    # The first block stays there, everything else comes and goes.
+    # The first block stays there; everything else moves.
     lists = [name for name, part in model.named_modules() if isinstance(part, nn.ModuleList)]
     first = f"{lists[0]}.0"
     with store_for(expected.weights, disk_dir, ACCELERATOR, share=0.25) as store:
@@ -200,12 +200,12 @@ def test_some_of_it_stays_on_the_device(
         assert store.stats().bytes_read >= expected.needed + (RUNS - 1) * again
         assert store.stats().peak_bytes["DEVICE"] <= int(0.25 * expected.weights)
         disable_offload(model)
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
 
 
 @needs_accelerator
 @ALL_KINDS
-def test_outputs_are_where_the_inputs_were(
+def test_outputs_are_on_the_device_of_the_inputs(
     kind: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     expected = reference(kind, ACCELERATOR)
@@ -221,7 +221,9 @@ def test_outputs_are_where_the_inputs_were(
 
 @pytest.mark.parametrize("kind", models.LANGUAGE_MODELS)
 @ON_BOTH
-def test_beam_search(kind: str, device: str, checkpoint: Checkpoints, disk_dir: Path) -> None:
+def test_beam_search_equals_plain(
+    kind: str, device: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
     plain = models.load(kind, checkpoint(kind)).to(device)
     expected = models.generated(plain, "beams", device)
     with store_for(plain, disk_dir, device, share=0.15) as store:

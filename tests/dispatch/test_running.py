@@ -28,19 +28,19 @@ from tests.helpers.tensors import assert_same
 from tierstore import disable_offload, dispatch_model
 
 pytestmark = pytest.mark.full(
-    "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+    "model and dispatch method are independent; test_parity.py covers both devices",
     keep="any device",
 )
 
 SHARE = 0.3
 
 
-# Compiled -----------------------------------------------------------------------------------------
+# Compiled models ----------------------------------------------------------------------------------
 
 
 @pytest.mark.full("compiles for seconds; tests/adapters/test_compiled.py has small blocks")
 @torch.no_grad()
-def test_compiled(disk_dir: Path) -> None:
+def test_compiled_model_equals_plain(disk_dir: Path) -> None:
     plain, model, x = models.Tower(), models.Tower(), models.rows()
     torch._dynamo.reset()
     with store_for(model, disk_dir, "cpu", 0.4) as store:
@@ -60,19 +60,19 @@ def test_compiled(disk_dir: Path) -> None:
 
 
 class Point(collections.namedtuple("Point", ("x", "y"))):
-    """A tuple with names."""
+    """A named tuple."""
 
 
 @dataclass
 class Output(transformers.utils.ModelOutput):
-    """As models of transformers return them."""
+    """An output class like those of transformers."""
 
     first: torch.Tensor | None = None
     second: torch.Tensor | None = None
 
 
 class Many(nn.Module):
-    """Takes tensors in every kind of container and returns such."""
+    """Takes tensors in every kind of container, and returns such."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ def many_inputs(device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 @ON_BOTH
 @torch.no_grad()
-def test_containers(device: str, disk_dir: Path) -> None:
+def test_tensors_in_containers_are_moved(device: str, disk_dir: Path) -> None:
     plain, model = Many().to(device), Many()
     with store_for(model, disk_dir, device, SHARE) as store:
         dispatch_model(model, store)
@@ -126,7 +126,8 @@ def test_containers(device: str, disk_dir: Path) -> None:
             assert {tensor.device.type for tensor in _tensors(model.seen)} == {device}
             assert model.seen["pair"]._fields == ("x", "y") and model.seen["pair"].y == 2.5
             assert model.seen["rest"][1][1][1]["s"] == "text" and model.seen["flag"] is True
-            assert all(tensor.device.type == place for tensor in given)  # nobody's were changed
+            # the caller's were not changed
+            assert all(tensor.device.type == place for tensor in given)
             assert found.keys() == expected.keys()
             assert type(found["point"]) is Point and type(found["output"]) is Output
             assert found["list"][1]["deep"][1:] == ("text", 3)
@@ -141,7 +142,7 @@ def test_containers(device: str, disk_dir: Path) -> None:
 
 @needs_accelerator
 @torch.no_grad()
-def test_without_tensors_in_the_inputs_outputs_stay(disk_dir: Path) -> None:
+def test_outputs_without_input_tensors_stay_on_the_device(disk_dir: Path) -> None:
     class Constant(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -160,7 +161,7 @@ def test_without_tensors_in_the_inputs_outputs_stay(disk_dir: Path) -> None:
 @needs_accelerator
 @pytest.mark.parametrize("skip", ("cache", ["cache", "other"]))
 @torch.no_grad()
-def test_skip_keys(skip: str | list[str], disk_dir: Path) -> None:
+def test_skip_keys_are_not_moved(skip: str | list[str], disk_dir: Path) -> None:
     class Caching(models.Tower):
         def forward(self, x: torch.Tensor, cache: Any, other: Any) -> dict[str, Any]:
             self.seen = {"cache": cache, "other": other}
@@ -200,7 +201,7 @@ def reaching() -> nn.Module:
 
 @needs_accelerator
 @torch.no_grad()
-def test_preload_module_classes(disk_dir: Path) -> None:
+def test_preload_module_classes_loads_whole_modules(disk_dir: Path) -> None:
     plain, x = reaching(), models.rows()
     expected = plain.to(ACCELERATOR)(x.to(ACCELERATOR)).cpu()
     model = reaching()
@@ -211,13 +212,13 @@ def test_preload_module_classes(disk_dir: Path) -> None:
             assert torch.equal(model(x), expected)
             assert store.stats().bytes_onloaded > read
         disable_offload(model)
-        dispatch_model(model, store)  # they come for each operation
+        dispatch_model(model, store)  # they are loaded for each operation
         assert torch.equal(model(x), expected)
 
 
 @torch.no_grad()
-def test_weights_of_others_on_the_cpu(disk_dir: Path) -> None:
-    """Nothing has to be brought in where all weights are true tensors on the CPU."""
+def test_child_weights_on_the_cpu_are_used_in_place(disk_dir: Path) -> None:
+    """True tensors on the CPU need not be loaded."""
     model, x = reaching(), models.rows()
     with store_for(model, disk_dir, "cpu", 0.5) as store:
         dispatch_model(model, store)
@@ -225,7 +226,7 @@ def test_weights_of_others_on_the_cpu(disk_dir: Path) -> None:
 
 
 class Attending(nn.Module):
-    """Its output projection is no call: attention uses the weight itself."""
+    """Its output projection is not called: attention uses the weight itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +254,7 @@ def normalised() -> nn.Module:
 @ON_BOTH
 @pytest.mark.parametrize("make", (Attending, encoder, normalised))
 @torch.no_grad()
-def test_unusual_modules(make: Any, device: str, disk_dir: Path) -> None:
+def test_unusual_modules_equal_plain(make: Any, device: str, disk_dir: Path) -> None:
     plain, model = models.draw(make()), models.draw(make())
     x = models.rows(count=6).reshape(2, 3, models.WIDTH)
     expected = plain.to(device)(x.to(device)).cpu()
@@ -266,8 +267,8 @@ def test_unusual_modules(make: Any, device: str, disk_dir: Path) -> None:
 
 
 @ON_BOTH
-def test_inference_mode(device: str, disk_dir: Path) -> None:
-    """Weights are ordinary tensors after it: they may be edited, and used with gradients."""
+def test_inference_mode_leaves_ordinary_weights(device: str, disk_dir: Path) -> None:
+    """Weights may be edited afterwards, and used with gradients."""
     model, plain = models.build("parts"), models.build("parts")
     with store_for(model, disk_dir, device, SHARE) as store:
         dispatch_model(model, store)
@@ -282,7 +283,7 @@ def test_inference_mode(device: str, disk_dir: Path) -> None:
                 with torch.no_grad():
                     each.blocks[2].weight.mul_(2)
                 each.blocks[3] = models.draw(nn.Linear(models.WIDTH, models.WIDTH), 3)
-            with torch.inference_mode():  # noticed there
+            with torch.inference_mode():  # detected there
                 model(models.tokens())
             assert not any(parameter.is_inference() for parameter in model.parameters())
         model.blocks[1].weight.square().sum().backward()
@@ -293,7 +294,7 @@ def test_inference_mode(device: str, disk_dir: Path) -> None:
 
 
 @ON_BOTH
-def test_without_tensors_of_its_own(device: str, disk_dir: Path) -> None:
+def test_model_without_tensors_runs(device: str, disk_dir: Path) -> None:
     model = nn.Sequential(nn.ReLU(), nn.Tanh())
     x = models.rows()
     expected = model(x)
@@ -304,13 +305,13 @@ def test_without_tensors_of_its_own(device: str, disk_dir: Path) -> None:
     assert_ordinary(model)
 
 
-# Hooks of others ----------------------------------------------------------------------------------
+# Hooks of other libraries -------------------------------------------------------------------------
 
 
 @ON_BOTH
 @torch.no_grad()
-def test_hooks_see_what_they_always_see(device: str, disk_dir: Path) -> None:
-    """Values of weights, inputs and outputs; hooks from before, between and after."""
+def test_hooks_see_the_same_values_as_plain(device: str, disk_dir: Path) -> None:
+    """Compares values of weights, inputs and outputs, in hooks from before, between and after."""
 
     def record(model: nn.Module, into: list[Any], names: list[str]) -> list[Any]:
         def before(module: nn.Module, args: Any) -> None:
@@ -343,15 +344,15 @@ def test_hooks_see_what_they_always_see(device: str, disk_dir: Path) -> None:
     models.run("parts", plain.to("cpu"))
     models.run("parts", model)
     assert len(found) == len(expected) == 3 * 12
-    for (moment, *tensors), (as_ever, *values) in zip(found, expected, strict=True):
-        assert moment == as_ever
+    for (moment, *tensors), (expected_moment, *values) in zip(found, expected, strict=True):
+        assert moment == expected_moment
         for tensor, value in zip(tensors, values, strict=True):
             assert torch.equal(tensor, value)
 
 
 @ON_BOTH
 @torch.no_grad()
-def test_hooks_may_change_what_goes_in_and_out(device: str, disk_dir: Path) -> None:
+def test_hooks_may_change_inputs_and_outputs(device: str, disk_dir: Path) -> None:
     plain, model = models.Tower().to(device), models.Tower()
     with store_for(model, disk_dir, device, 0.5) as store:
         dispatch_model(model, store)
@@ -369,7 +370,7 @@ def test_hooks_may_change_what_goes_in_and_out(device: str, disk_dir: Path) -> N
 
 @ON_BOTH
 @torch.no_grad()
-def test_a_method_that_somebody_replaced_stays(device: str, disk_dir: Path) -> None:
+def test_replaced_method_is_kept(device: str, disk_dir: Path) -> None:
     plain, model = models.Tower().to(device), models.Tower()
 
     def halved(layer: nn.Linear) -> Any:
@@ -387,10 +388,10 @@ def test_a_method_that_somebody_replaced_stays(device: str, disk_dir: Path) -> N
         for _ in range(2):
             assert torch.equal(model(models.rows()), expected)
         disable_offload(model)
-        asked = store.stats()
+        earlier = store.stats()
         assert model.layers[1].forward is kept
         assert torch.equal(model(models.rows()), plain.to("cpu")(models.rows()))
-        assert store.stats().hits == asked.hits
+        assert store.stats().hits == earlier.hits
 
 
 # Errors in a forward ------------------------------------------------------------------------------
@@ -398,7 +399,7 @@ def test_a_method_that_somebody_replaced_stays(device: str, disk_dir: Path) -> N
 
 @ON_BOTH
 @pytest.mark.parametrize("kind", (ZeroDivisionError, KeyboardInterrupt))
-def test_an_exception_leaves_nothing_leased(
+def test_exception_in_forward_leaves_no_lease(
     kind: type[BaseException], device: str, reference: References, disk_dir: Path
 ) -> None:
     expected = reference("parts", device, built=True).outputs
@@ -414,11 +415,11 @@ def test_an_exception_leaves_nothing_leased(
         part.register_forward_hook(fail)
     with store_for(model, disk_dir, device, 0.15) as store:
         dispatch_model(model, store)
-        # One of them would keep room from the rest: so small are the budgets.
+        # The budgets are so small that a remaining lease would leave too little memory.
         for part in (model.blocks[0], model.blocks[12], model.norm, model.head):
             with pytest.raises(kind):
                 models.run("parts", model)
-            weights.assert_at_home(model)
+            weights.assert_unchanged(model)
             part._forward_hooks.clear()
         failing.clear()
         for _ in range(2):
@@ -426,12 +427,12 @@ def test_an_exception_leaves_nothing_leased(
         assert store.stats().bytes_read > 0
         disable_offload(model)
         assert not [key for key in store if not key.startswith("weights/")]
-    weights.assert_at_home(model)
+    weights.assert_unchanged(model)
 
 
 @ON_BOTH
 @torch.no_grad()
-def test_wrong_inputs_are_torch_s_own_errors(device: str, disk_dir: Path) -> None:
+def test_wrong_inputs_raise_the_errors_of_torch(device: str, disk_dir: Path) -> None:
     model = models.Tower()
     with store_for(model, disk_dir, device, 0.5) as store:
         dispatch_model(model, store)
@@ -447,8 +448,8 @@ def test_wrong_inputs_are_torch_s_own_errors(device: str, disk_dir: Path) -> Non
 
 
 @ON_BOTH
-def test_two_models_in_one_store(device: str, disk_dir: Path) -> None:
-    """Of one class and shape: neither runs with weights of the other."""
+def test_two_models_in_one_store_keep_their_weights(device: str, disk_dir: Path) -> None:
+    """Both have one class and shape: neither runs with weights of the other."""
     plain = [models.build("parts", seed).to(device) for seed in (0, 1)]
     expected = [models.run("parts", model, device) for model in plain]
     assert not torch.equal(expected[0]["output"], expected[1]["output"])
@@ -469,7 +470,7 @@ def test_two_models_in_one_store(device: str, disk_dir: Path) -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("built", (True, False), ids=("in memory", "of a checkpoint"))
-def test_the_second_dispatch_writes_nothing(
+def test_second_dispatch_writes_nothing(
     built: bool, device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     expected = reference("parts", device, built=built)

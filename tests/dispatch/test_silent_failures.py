@@ -1,7 +1,7 @@
-"""What accelerate's big model inference gets silently wrong, with accelerate as the exhibit.
+"""Silent failures of accelerate's big model inference, each shown in accelerate as well.
 
-Each fault has a test of what happens here, and one that shows accelerate failing. Where upstream
-has mended it, the exhibit is skipped and says so.
+Each fault has a test of tierstore's behaviour, and one that shows accelerate failing. If accelerate
+has fixed it, the latter is skipped with a message.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tierstore import (
 )
 
 pytestmark = pytest.mark.full(
-    "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+    "model and dispatch method are independent; test_parity.py covers both devices",
     keep="a third",
 )
 
@@ -56,15 +56,15 @@ def store(device: str, disk_dir: Path) -> Iterator[TierStore]:
 
 @contextmanager
 def fault(what: str) -> Iterator[None]:
-    """Inside, accelerate fails as it does: otherwise the exhibit is of no use any more."""
+    """Skip the test if accelerate no longer fails inside: the exhibit is then obsolete."""
     try:
         yield
     except AssertionError:
-        pytest.skip(f"accelerate {accelerate.__version__} has mended this: {what}")
+        pytest.skip(f"accelerate {accelerate.__version__} has fixed this: {what}")
 
 
 def exhibit(folder: Path, seed: int = 0) -> Any:
-    """A model that accelerate offloads to disk."""
+    """Return a model that accelerate offloads to disk."""
     folder.mkdir(exist_ok=True)
     model = models.build("parts", seed)
     accelerate.disk_offload(model, str(folder), execution_device=torch.device("cpu"))
@@ -89,15 +89,15 @@ def train(model: nn.Module) -> None:
 
 
 @ON_BOTH
-def test_training_updates_nothing(device: str, store: TierStore) -> None:
+def test_training_raises(device: str, store: TierStore) -> None:
     model = dispatch_model(models.build("parts"), store)
     with pytest.raises(RuntimeError, match=r"tierstore.*disable_offload"):
         train(model)
     assert_same(models.run("parts", model), outputs(device=device))
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
-def test_training_updates_nothing_in_accelerate(tmp_path: Path) -> None:
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
+def test_accelerate_training_updates_nothing(tmp_path: Path) -> None:
     model = exhibit(tmp_path / "folder")
     with fault("training is refused, or works"):
         try:
@@ -112,7 +112,7 @@ def test_training_updates_nothing_in_accelerate(tmp_path: Path) -> None:
 
 
 @ON_BOTH
-def test_load_state_dict_keeps_the_old_weights(device: str, store: TierStore) -> None:
+def test_load_state_dict_replaces_the_weights(device: str, store: TierStore) -> None:
     model = dispatch_model(models.build("parts"), store)
     models.run("parts", model)
     written = store.stats().bytes_written
@@ -121,8 +121,8 @@ def test_load_state_dict_keeps_the_old_weights(device: str, store: TierStore) ->
     assert_same(models.run("parts", model), outputs(seed=1, device=device))
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
-def test_load_state_dict_keeps_the_old_weights_in_accelerate(tmp_path: Path) -> None:
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
+def test_accelerate_load_state_dict_keeps_the_old_weights(tmp_path: Path) -> None:
     model, other = exhibit(tmp_path / "folder"), models.build("parts", seed=1)
     with fault("load_state_dict takes effect"):
         with pytest.warns(UserWarning, match="no-op"):
@@ -135,7 +135,7 @@ def test_load_state_dict_keeps_the_old_weights_in_accelerate(tmp_path: Path) -> 
 
 
 @ON_BOTH
-def test_torch_save_saves_meta_tensors(device: str, store: TierStore, tmp_path: Path) -> None:
+def test_torch_save_saves_values(device: str, store: TierStore, tmp_path: Path) -> None:
     model = dispatch_model(models.build("parts"), store)
     models.run("parts", model)
     torch.save(model.state_dict(), tmp_path / "weights.pt")
@@ -144,8 +144,8 @@ def test_torch_save_saves_meta_tensors(device: str, store: TierStore, tmp_path: 
         assert torch.equal(saved[name], value), name
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
-def test_torch_save_saves_meta_tensors_in_accelerate(tmp_path: Path) -> None:
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
+def test_accelerate_torch_save_saves_meta_tensors(tmp_path: Path) -> None:
     model = exhibit(tmp_path / "folder")
     torch.save(model.state_dict(), tmp_path / "weights.pt")
     saved = torch.load(tmp_path / "weights.pt")
@@ -154,7 +154,7 @@ def test_torch_save_saves_meta_tensors_in_accelerate(tmp_path: Path) -> None:
 
 
 @ON_BOTH
-def test_a_state_dict_has_holes(device: str, store: TierStore, tmp_path: Path) -> None:
+def test_state_dict_has_values(device: str, store: TierStore, tmp_path: Path) -> None:
     model = dispatch_model(models.build("parts"), store)
     models.run("parts", model)
     state = model.state_dict()
@@ -164,8 +164,8 @@ def test_a_state_dict_has_holes(device: str, store: TierStore, tmp_path: Path) -
     save_file({n: v.cpu() for n, v in state.items()}, tmp_path / "weights.safetensors")
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
-def test_a_state_dict_has_holes_in_accelerate(tmp_path: Path) -> None:
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
+def test_accelerate_state_dict_has_holes(tmp_path: Path) -> None:
     model = exhibit(tmp_path / "folder")
     state = model.state_dict()
     state.pop("head.weight")
@@ -181,9 +181,7 @@ def test_a_state_dict_has_holes_in_accelerate(tmp_path: Path) -> None:
 
 @ON_BOTH
 @torch.no_grad()
-def test_linear_outside_of_forward_returns_uninitialised_memory(
-    device: str, store: TierStore
-) -> None:
+def test_linear_outside_of_forward_is_right(device: str, store: TierStore) -> None:
     plain, model = models.build("parts"), dispatch_model(models.build("parts"), store)
     x = models.rows()
     for _ in range(2):
@@ -194,9 +192,9 @@ def test_linear_outside_of_forward_returns_uninitialised_memory(
     assert store.stats().bytes_read > 0
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
 @torch.no_grad()
-def test_linear_outside_of_forward_returns_uninitialised_memory_in_accelerate(
+def test_accelerate_linear_outside_of_forward_is_garbage(
     tmp_path: Path,
 ) -> None:
     plain, model = models.build("parts"), exhibit(tmp_path / "folder")
@@ -204,7 +202,7 @@ def test_linear_outside_of_forward_returns_uninitialised_memory_in_accelerate(
     with fault("a weight on meta is refused"):
         try:
             found = functional.linear(x, model.blocks[0].weight)
-        except RuntimeError as error:  # torch has learnt to refuse it
+        except RuntimeError as error:  # newer torch raises
             raise AssertionError from error
         assert found.device.type == "cpu"
         assert not torch.equal(found, functional.linear(x, plain.blocks[0].weight))
@@ -215,12 +213,12 @@ def test_linear_outside_of_forward_returns_uninitialised_memory_in_accelerate(
 
 @ON_BOTH
 @pytest.mark.parametrize("way", (dispatch_model, cpu_offload, disk_offload))
-def test_a_second_model_in_one_folder_runs_the_first_one_s_weights(
+def test_second_model_in_one_directory_runs_its_own_weights(
     way: Callable[..., Any], device: str, disk_dir: Path
 ) -> None:
     expected = [outputs(seed, device) for seed in (0, 1)]
     assert differs(*expected)
-    for seed in (0, 1, 0):  # each in a store of its own, one after the other
+    for seed in (0, 1, 0):  # each in a separate store, one after the other
         model = models.build("parts", seed)
         with store_for(model, disk_dir, device, SHARE) as store:
             way(model, store)
@@ -230,9 +228,9 @@ def test_a_second_model_in_one_folder_runs_the_first_one_s_weights(
             disable_offload(model)
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
 @torch.no_grad()
-def test_a_second_model_in_one_folder_runs_the_first_one_s_weights_in_accelerate(
+def test_accelerate_second_model_in_one_folder_runs_the_first(
     tmp_path: Path,
 ) -> None:
     first, second = models.Tower(seed=0)(models.rows()), models.Tower(seed=1)(models.rows())
@@ -248,7 +246,7 @@ def test_a_second_model_in_one_folder_runs_the_first_one_s_weights_in_accelerate
 
 
 @ON_BOTH
-def test_ties_break(device: str, store: TierStore) -> None:
+def test_tied_weights_are_one_parameter(device: str, store: TierStore) -> None:
     model = dispatch_model(models.build("parts"), store)
     count = sum(parameter.numel() for parameter in models.build("parts").parameters())
     models.run("parts", model)
@@ -258,8 +256,8 @@ def test_ties_break(device: str, store: TierStore) -> None:
     assert torch.equal(model.head.weight[5], torch.ones(models.WIDTH))
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
-def test_ties_break_in_accelerate(tmp_path: Path) -> None:
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
+def test_accelerate_ties_break(tmp_path: Path) -> None:
     model = exhibit(tmp_path / "folder")
     with fault("ties hold"):
         assert model.head.weight is not model.embed.weight
@@ -269,7 +267,7 @@ def test_ties_break_in_accelerate(tmp_path: Path) -> None:
 
 
 @ON_BOTH
-def test_pickle_fails(device: str, store: TierStore) -> None:
+def test_pickle_makes_an_ordinary_model(device: str, store: TierStore) -> None:
     model = dispatch_model(models.build("parts"), store)
     models.run("parts", model)
     loaded = pickle.loads(pickle.dumps(model))
@@ -278,8 +276,8 @@ def test_pickle_fails(device: str, store: TierStore) -> None:
     assert_same(models.run("parts", copy.deepcopy(model)), outputs())
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
-def test_pickle_fails_in_accelerate(tmp_path: Path) -> None:
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
+def test_accelerate_pickle_fails(tmp_path: Path) -> None:
     model = exhibit(tmp_path / "folder")
     with fault("a model can be pickled"):
         try:
@@ -293,7 +291,7 @@ def test_pickle_fails_in_accelerate(tmp_path: Path) -> None:
 
 
 def flip_every_file(folder: Path, pattern: str) -> None:
-    """Change the exponent of a number in the middle of each; the times stay what they are."""
+    """Change the exponent of a number in the middle of each; file times are unchanged."""
     paths = sorted(folder.rglob(pattern))
     assert paths
     for path in paths:
@@ -301,7 +299,7 @@ def flip_every_file(folder: Path, pattern: str) -> None:
 
 
 @ON_BOTH
-def test_flipped_bytes_in_a_file_are_undetected(device: str, disk_dir: Path) -> None:
+def test_flipped_bytes_in_a_file_raise(device: str, disk_dir: Path) -> None:
     model = models.build("parts")
     with store_for(model, disk_dir, device, SHARE) as store:
         dispatch_model(model, store)
@@ -316,8 +314,8 @@ def test_flipped_bytes_in_a_file_are_undetected(device: str, disk_dir: Path) -> 
         assert str(disk_dir) in str(caught.value)
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
-def test_flipped_bytes_in_a_file_are_undetected_in_accelerate(tmp_path: Path) -> None:
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
+def test_accelerate_flipped_bytes_in_a_file_are_used(tmp_path: Path) -> None:
     model = exhibit(tmp_path / "folder")
     assert not differs(models.run("parts", model), outputs())
     flip_every_file(tmp_path / "folder", "*.dat")
@@ -333,7 +331,9 @@ def test_flipped_bytes_in_a_file_are_undetected_in_accelerate(tmp_path: Path) ->
 
 
 @ON_BOTH
-def test_hooks_removed_stay_on_meta(device: str, checkpoint: Checkpoints, store: TierStore) -> None:
+def test_disabled_loaded_model_has_its_weights(
+    device: str, checkpoint: Checkpoints, store: TierStore
+) -> None:
     model = load_checkpoint_and_dispatch(models.empty("parts"), checkpoint("parts"), store)
     models.run("parts", model)
     disable_offload(model)
@@ -343,8 +343,8 @@ def test_hooks_removed_stay_on_meta(device: str, checkpoint: Checkpoints, store:
     assert_same(models.run("parts", model), expected)
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
-def test_hooks_removed_stay_on_meta_in_accelerate(tmp_path: Path) -> None:
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
+def test_accelerate_removed_hooks_leave_weights_on_meta(tmp_path: Path) -> None:
     save_file(models.Tower().state_dict(), tmp_path / "t.safetensors", metadata={"format": "pt"})
     with accelerate.init_empty_weights():
         model = models.Tower()

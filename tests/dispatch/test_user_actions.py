@@ -1,7 +1,7 @@
-"""What users do with a model, done while it is dispatched: saving, copying, reading, asking.
+"""User operations on a dispatched model: saving, copying, reading, querying.
 
-What changes weights is in test_changes.py, what runs the model in other ways in test_running.py.
-Expected values come from an ordinary model of the same seed.
+Changes of weights are in test_changes.py, other ways to run the model in test_running.py. Expected
+values come from an ordinary model of the same seed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tierstore import TierStore, disable_offload, dispatch_model
 
 pytestmark = [
     pytest.mark.full(
-        "the model, how it is dispatched: each has its own part; test_parity.py has both devices",
+        "model and dispatch method are independent; test_parity.py covers both devices",
         keep="a third",
     ),
     ON_BOTH,
@@ -56,7 +56,9 @@ def same_state(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]
 # Saving -------------------------------------------------------------------------------------------
 
 
-def test_state_dict(model: Any, store: TierStore, reference: References, device: str) -> None:
+def test_state_dict_has_true_values(
+    model: Any, store: TierStore, reference: References, device: str
+) -> None:
     expected = models.build("parts").state_dict()
     for _ in range(2):
         assert same_state(model.state_dict(), expected)
@@ -68,27 +70,31 @@ def test_state_dict(model: Any, store: TierStore, reference: References, device:
     assert all(kept[name] is parameter for name, parameter in model.named_parameters())
 
 
-def test_torch_save_of_the_state_dict(model: Any, store: TierStore, tmp_path: Path) -> None:
+def test_torch_save_of_the_state_dict_saves_values(
+    model: Any, store: TierStore, tmp_path: Path
+) -> None:
     plain = models.build("parts").state_dict()
     for name, state in (("plain", plain), ("dispatched", model.state_dict())):
         torch.save(state, tmp_path / name)
-    # Not the whole file that a weight is a map of.
+    # Not the whole file that a weight maps.
     assert (tmp_path / "dispatched").stat().st_size <= (tmp_path / "plain").stat().st_size + 4096
     loaded = torch.load(tmp_path / "dispatched", map_location="cpu")
     assert same_state(loaded, plain)
 
 
-def test_torch_save_of_the_model(model: Any, store: TierStore, reference: References) -> None:
+def test_torch_save_of_the_model_makes_an_ordinary_one(
+    model: Any, store: TierStore, reference: References
+) -> None:
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    assert_an_ordinary_model(loaded, store, reference)
+    assert_ordinary_model(loaded, store, reference)
 
 
-def test_safetensors_save_file(model: Any, tmp_path: Path) -> None:
+def test_safetensors_save_file_saves_values(model: Any, tmp_path: Path) -> None:
     plain = models.build("parts").state_dict()
-    del plain["head.weight"]  # tied: safetensors refuses it in any model
+    del plain["head.weight"]  # tied: safetensors rejects it in any model
     state = model.state_dict()
     with pytest.raises(RuntimeError, match="share memory"):
         save_file(state, tmp_path / "refused.safetensors")
@@ -98,7 +104,7 @@ def test_safetensors_save_file(model: Any, tmp_path: Path) -> None:
     assert same_state(saved, plain)
 
 
-def test_safetensors_save_model(model: Any, tmp_path: Path) -> None:
+def test_safetensors_save_model_saves_values(model: Any, tmp_path: Path) -> None:
     plain, other = models.build("parts"), models.build("parts", seed=1)
     save_model(plain, str(tmp_path / "plain.safetensors"))
     save_model(model, str(tmp_path / "dispatched.safetensors"))
@@ -108,9 +114,9 @@ def test_safetensors_save_model(model: Any, tmp_path: Path) -> None:
     assert same_state(other.state_dict(), plain.state_dict())
 
 
-@pytest.mark.full("saves and loads twice; test_loading.py reads what was saved")
+@pytest.mark.full("saves and loads twice; test_loading.py reads checkpoints")
 @pytest.mark.parametrize("kind", ("llama", "t5", "unet"))
-def test_save_pretrained(
+def test_save_pretrained_reloads_equal(
     kind: str,
     device: str,
     checkpoint: Checkpoints,
@@ -140,15 +146,15 @@ def test_save_pretrained(
 # Copying ------------------------------------------------------------------------------------------
 
 
-def assert_an_ordinary_model(copied: Any, store: TierStore, reference: References) -> None:
-    """It runs alone, on its own weights, and ties hold."""
+def assert_ordinary_model(copied: Any, store: TierStore, reference: References) -> None:
+    """Check that the copy runs alone, on its own weights, and that ties hold."""
     expected = models.build("parts")
     assert same_state(copied.state_dict(), expected.state_dict())
     assert copied.head.weight is copied.embed.weight
     assert_ordinary(copied)
-    asked = acquires(store)
+    leases = acquires(store)
     assert_same(models.run("parts", copied), reference("parts", built=True).outputs)
-    assert acquires(store) == asked > 0
+    assert acquires(store) == leases > 0
     loss = copied(models.tokens()).square().sum()
     loss.backward()
     expected(models.tokens()).square().sum().backward()
@@ -158,9 +164,11 @@ def assert_an_ordinary_model(copied: Any, store: TierStore, reference: Reference
         assert grad is None or torch.equal(grad, parameter.grad), name
 
 
-def test_deepcopy(model: Any, store: TierStore, reference: References, device: str) -> None:
+def test_deepcopy_is_an_ordinary_model(
+    model: Any, store: TierStore, reference: References, device: str
+) -> None:
     copied = copy.deepcopy(model)
-    assert_an_ordinary_model(copied, store, reference)
+    assert_ordinary_model(copied, store, reference)
     with torch.no_grad():
         for parameter in copied.parameters():
             parameter.zero_()
@@ -168,19 +176,19 @@ def test_deepcopy(model: Any, store: TierStore, reference: References, device: s
     assert same_state(model.state_dict(), models.build("parts").state_dict())
 
 
-def test_deepcopy_of_a_submodule(model: Any, store: TierStore) -> None:
+def test_deepcopy_of_a_submodule_is_ordinary(model: Any, store: TierStore) -> None:
     plain = models.build("parts")
     copied = copy.deepcopy(model.blocks[3])
     assert_ordinary(copied)
-    asked = acquires(store)
+    leases = acquires(store)
     x = models.rows()
     assert torch.equal(copied(x), plain.blocks[3](x))
-    assert acquires(store) == asked
+    assert acquires(store) == leases
     copied.weight.data.zero_()
     assert torch.equal(model.blocks[3].weight, plain.blocks[3].weight)
 
 
-def test_a_copy_may_be_dispatched_itself(
+def test_copy_may_be_dispatched(
     model: Any, store: TierStore, reference: References, device: str
 ) -> None:
     expected = reference("parts", device, built=True).outputs
@@ -191,9 +199,11 @@ def test_a_copy_may_be_dispatched_itself(
         assert_still_runs(each, store, expected)
 
 
-def test_pickle(model: Any, store: TierStore, reference: References, device: str) -> None:
+def test_pickled_model_is_ordinary(
+    model: Any, store: TierStore, reference: References, device: str
+) -> None:
     loaded = pickle.loads(pickle.dumps(model))
-    assert_an_ordinary_model(loaded, store, reference)
+    assert_ordinary_model(loaded, store, reference)
     assert_still_runs(model, store, reference("parts", device, built=True).outputs)
     part = pickle.loads(pickle.dumps(model.blocks[2]))
     assert_ordinary(part)
@@ -203,7 +213,9 @@ def test_pickle(model: Any, store: TierStore, reference: References, device: str
 # Reading ------------------------------------------------------------------------------------------
 
 
-def test_reading(model: Any, store: TierStore, reference: References, device: str) -> None:
+def test_parameters_can_be_read(
+    model: Any, store: TierStore, reference: References, device: str
+) -> None:
     plain = models.build("parts")
     named = dict(model.named_parameters())
     assert list(named) == [name for name, _ in plain.named_parameters()]
@@ -219,7 +231,7 @@ def test_reading(model: Any, store: TierStore, reference: References, device: st
     assert_still_runs(model, store, reference("parts", device, built=True).outputs)
 
 
-def test_a_value_that_was_read_stays(
+def test_view_of_a_weight_keeps_its_value(
     model: Any, store: TierStore, reference: References, device: str
 ) -> None:
     """A view of a weight shows the weight whatever runs afterwards."""
@@ -232,7 +244,7 @@ def test_a_value_that_was_read_stays(
 
 
 @torch.no_grad()
-def test_a_weight_used_outside_of_forward(
+def test_weight_used_outside_of_forward_is_right(
     model: Any, store: TierStore, reference: References, device: str
 ) -> None:
     plain, x = models.build("parts"), models.rows()
@@ -249,7 +261,7 @@ def test_a_weight_used_outside_of_forward(
 
 
 @torch.no_grad()
-def test_one_submodule_called_alone(
+def test_submodule_called_alone_runs(
     model: Any, store: TierStore, reference: References, device: str
 ) -> None:
     plain, x = models.build("parts").to(device), models.rows().to(device)
@@ -261,10 +273,8 @@ def test_one_submodule_called_alone(
 
 
 @torch.no_grad()
-def test_a_state_dict_that_is_taken_inside_a_forward_stays_true(
-    device: str, store: TierStore
-) -> None:
-    """The memory that shows a weight while its module runs serves other weights soon."""
+def test_state_dict_taken_inside_a_forward_stays_true(device: str, store: TierStore) -> None:
+    """The memory of a leased weight holds other weights soon after its module has run."""
     taken: list[dict[str, torch.Tensor]] = []
 
     class Taking(nn.Linear):
@@ -286,10 +296,10 @@ def test_a_state_dict_that_is_taken_inside_a_forward_stays_true(
 
 @pytest.mark.full("reads for seconds beside a run")
 @torch.no_grad()
-def test_state_dict_while_another_thread_runs_the_model(
+def test_state_dict_while_another_thread_runs_is_true(
     model: Any, store: TierStore, reference: References, device: str
 ) -> None:
-    """Its values are true then, and stay so when the memory of the run serves other weights."""
+    """Its values are true then, and stay so when the memory of the run holds other weights."""
     expected = reference("parts", device, built=True).outputs
     true = models.build("parts").state_dict()
     outputs: list[models.Outputs] = []
@@ -357,7 +367,7 @@ def test_buffers_are_where_forward_needs_them(model: Any, store: TierStore, devi
 
 
 @torch.no_grad()
-def test_statistics_are_updated_as_ever(model: Any, store: TierStore, device: str) -> None:
+def test_statistics_are_updated(model: Any, store: TierStore, device: str) -> None:
     plain = models.build("parts").to(device).train()
     model.train()
     for seed in range(3):
@@ -375,7 +385,7 @@ def test_statistics_are_updated_as_ever(model: Any, store: TierStore, device: st
 
 
 @torch.no_grad()
-def test_an_edited_buffer_is_used(model: Any, store: TierStore, device: str) -> None:
+def test_edited_buffer_is_used(model: Any, store: TierStore, device: str) -> None:
     plain = models.build("parts")
     for each in (plain, model):
         each.shift.add_(0.5)

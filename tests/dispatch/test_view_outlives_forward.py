@@ -1,7 +1,7 @@
-"""A view of a weight that outlives the forward in which it was taken goes on showing that weight.
+"""A view of a weight that outlives the forward in which it was taken still shows that weight.
 
-Each way is a place where a forward leaves a view: an attribute, a cache, a closure, an array. Runs
-of all other blocks come after, so that their weights pass through the same memory.
+Each way is a place where a forward leaves a view: an attribute, a cache, a closure, an array. All
+other blocks run afterwards, so that their weights pass through the same memory.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SIZES = {"weights": (32, 40), "buffers": (512, 8)}
 """Width and number of blocks. Buffers below 1 MiB stay on the device."""
 
 Keep = Callable[["Block", Any], Any]
-"""Keeps a view of a block's weight somewhere; returns what gives it back."""
+"""Keeps a view of a block's weight somewhere; returns a function that returns the view."""
 
 
 @dataclasses.dataclass
@@ -69,7 +69,7 @@ class Slotted:
 
 
 class Cache:
-    """Keys of each layer, as caches of language models have them."""
+    """Keys of each layer, as in caches of language models."""
 
     def __init__(self) -> None:
         self.layers: list[torch.Tensor] = []
@@ -301,7 +301,7 @@ MODES = {
 
 
 class Block(nn.Module):
-    """Multiplies by a weight, or by a buffer, and lets `keep` have a view of it in one run."""
+    """Multiplies by a weight, or by a buffer, and passes a view of it to `keep` in one run."""
 
     kept: Any = None
     keep: Keep | None = None
@@ -342,7 +342,7 @@ def inputs(kind: str, device: str) -> torch.Tensor:
 def offloaded(
     model: nn.Module, disk_dir: Path, device: str, dispatch: Callable[..., Any] = dispatch_model
 ) -> Iterator[TierStore]:
-    """The model on a store with room for three eighths of it, on the fastest tier."""
+    """Put the model on a store whose fastest tier holds three eighths of it."""
     small = nbytes_of(model) * 3 // 8 // 4096 * 4096
     ram = small if device == "cpu" else 4 * nbytes_of(model)
     options = {} if device == "cpu" else {"device_budget": small}
@@ -352,15 +352,15 @@ def offloaded(
 
 
 def passed_through(store: TierStore, device: str) -> int:
-    """Bytes that have come to the fastest tier."""
+    """Return the bytes that have arrived on the fastest tier."""
     stats = store.stats()
     return stats.bytes_read if device == "cpu" else stats.bytes_onloaded
 
 
-def given_after_other_runs(
+def kept_after_other_runs(
     way: Keep, view: str, device: str, disk_dir: Path, *, kind: str, mode: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What two blocks have kept of one run, and what it should be."""
+    """Return the views that two blocks have kept of one run, and their expected values."""
     model, x = blocks(kind), inputs(kind, device)
     chosen = [model[2], model[-2]]
     expected = [VIEWS[view](block.tensor.detach()).clone() for block in chosen]
@@ -385,24 +385,25 @@ def test_kept_view_shows_its_weight(
 ) -> None:
     number = list(WAYS).index(way) + list(MODES).index(mode)
     view = list(VIEWS)[number % len(VIEWS)]
-    found, expected = given_after_other_runs(
-        WAYS[way], view, device, disk_dir, kind=kind, mode=mode
-    )
+    found, expected = kept_after_other_runs(WAYS[way], view, device, disk_dir, kind=kind, mode=mode)
     assert torch.equal(found, expected)
 
 
 @pytest.mark.full("runs until the missing check shows", keep="a third")
 @pytest.mark.pretend_only("late")
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("without", [None, "end", "are_looked_at"])
+@pytest.mark.parametrize("without", [None, "end", "are_in_use"])
 def test_kept_or_returned_view_needs_each_check(
     without: str | None, device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: without `end` a kept view shows another weight. Without `are_looked_at`, device
-    work that was queued with a view, which has gone by then, reads one that comes later."""
+    """The control: without `end` a kept view shows another weight.
+
+    Without `are_in_use`, queued device work that uses a view, which is dropped by then, reads a
+    later weight.
+    """
     if without is not None:
         monkeypatch.setattr(SlotViews, without, without_checks)
-    kept, expected = given_after_other_runs(
+    kept, expected = kept_after_other_runs(
         _attribute, "transposed", device, disk_dir / "kept", kind="weights", mode="no_grad"
     )
     assert torch.equal(kept, expected) == (without != "end")
@@ -411,7 +412,7 @@ def test_kept_or_returned_view_needs_each_check(
     with offloaded(model, disk_dir / "returned", device) as store, torch.no_grad():
         right = []
         for seed in range(8):
-            if device != "cpu":  # work is done when somebody waits for it
+            if device != "cpu":  # queued work runs when it is waited for
                 pretend.seed(seed)
                 pretend.set_slowness(None if seed % 2 else 8)
             # Head by head: a run of the whole model ends a lease when the next one begins.
@@ -419,30 +420,30 @@ def test_kept_or_returned_view_needs_each_check(
         assert passed_through(store, device) > nbytes_of(model)
     if without is None:
         assert all(right)
-    elif without == "are_looked_at" and device != "cpu":  # there, it depends on a race
+    elif without == "are_in_use" and device != "cpu":  # there, it depends on a race
         assert not all(right)
 
 
 def without_checks(views: SlotViews) -> None:
-    """Stands for both: nobody looks, whoever does."""
+    """Replaces both checks: no view is ever found."""
     if sys._getframe(1).f_code.co_name == "_drop":
         views.tensors = {}
 
 
 @dataclasses.dataclass
-class Left:
-    """What a tier has left to views."""
+class LeftMemory:
+    """Memory of a tier that is left to views."""
 
     store: TierStore
 
     def nbytes(self) -> int:
         core = core_of(self.store)
-        for number in range(8):  # the tier looks for slots that come back as room is taken
+        for number in range(8):  # the tier looks for returned slots as space is taken
             self.store.put(f"room/{number}", torch.zeros(1024), durable=False)
             self.store.acquire(f"room/{number}").release()
             self.store.discard(f"room/{number}")
-        core.mover.catch_up()
-        return sum(slot.nbytes for slot in core.tiers.top.left)
+        core.mover.drain()
+        return sum(slot.nbytes for slot in core.tiers.top.detached)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -457,7 +458,7 @@ def test_view_kept_in_every_run_keeps_memory_once(
             block.keep, block.view = _heap(lambda v: [v], operator.itemgetter(0)), VIEWS["row"]
             model(x)
             kept.append(block.give())
-        assert 0 < Left(store).nbytes() < 3 * nbytes_of(model) / 8
+        assert 0 < LeftMemory(store).nbytes() < 3 * nbytes_of(model) / 8
         assert len({view.data_ptr() for view in kept}) <= 2, "the first is shown again"
         for view in kept:
             assert torch.equal(view.cpu(), expected.t()[3])
@@ -468,10 +469,10 @@ def test_view_kept_in_every_run_keeps_memory_once(
         kept.clear()
         block.give = None
         model(x)
-        assert not Left(store).nbytes()
+        assert not LeftMemory(store).nbytes()
 
 
-def test_update_reaches_the_group_beside_a_kept_view(disk_dir: Path) -> None:
+def test_update_beside_a_kept_view_reaches_the_group(disk_dir: Path) -> None:
     with open_store(disk_dir, 4 * 4096) as store:
         for number in range(6):
             store.put(f"{number}", torch.full((1024,), float(number)))
@@ -481,7 +482,7 @@ def test_update_reaches_the_group_beside_a_kept_view(disk_dir: Path) -> None:
             store.get(f"{number}")
         with store.acquire("0") as lease:
             again = lease.tensor
-        assert again.data_ptr() == kept.data_ptr(), "what is kept is shown again"
+        assert again.data_ptr() == kept.data_ptr(), "the kept memory is shown again"
         with store.acquire("0", Access.UPDATE) as lease:
             lease.tensor.fill_(7)
         assert torch.equal(store.get("0"), torch.full((1024,), 7.0))
@@ -491,7 +492,7 @@ def test_update_reaches_the_group_beside_a_kept_view(disk_dir: Path) -> None:
         assert torch.equal(kept, torch.zeros(8)), "it was left before the change"
 
 
-@pytest.mark.full("how it is offloaded, the device", keep="a third")
+@pytest.mark.full("the way to offload, the device", keep="a third")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offload", [dispatch_model, enable_group_offload])
 def test_cached_parametrizations_are_right(
@@ -516,7 +517,7 @@ def test_cached_parametrizations_are_right(
 
 
 class Head(nn.Module):
-    """Returns its weight, for others to multiply by."""
+    """Returns its weight, which other modules multiply by."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -543,13 +544,13 @@ class WithHeads(nn.Module):
 
 @torch.no_grad()
 def plain(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What the model computes by itself, on the device of `x`."""
+    """Return the output of the plain model, on the device of `x`."""
     return copy.deepcopy(model).to(x.device)(x).cpu()
 
 
-@pytest.mark.full("whether it is kept", keep="a third")
+@pytest.mark.full("kept or not", keep="a third")
 @pytest.mark.parametrize("kept", [True, False])
-def test_memory_that_a_view_keeps_in_ram_is_logged_once(
+def test_host_memory_kept_by_a_view_is_logged_once(
     kept: bool, disk_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = blocks()

@@ -1,4 +1,4 @@
-"""Ranks that all tests of a module share."""
+"""Fixtures: ranks that all tests of a module share."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.distributed.ranks import Ranks
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
-    """So many ranks: new ones only where an earlier test has killed its own."""
+    """Return a function that starts so many ranks, or reuses ranks that still live."""
     known: dict[int, Ranks] = {}
 
     def of(world: int) -> Ranks:
@@ -31,5 +31,5 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
 
 @pytest.fixture
 def place(tmp_path: Path) -> str:
-    """A directory for what ranks keep."""
+    """Return a directory for files of the ranks."""
     return str(tmp_path)

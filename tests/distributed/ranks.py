@@ -1,7 +1,7 @@
-"""Processes that are the ranks of one process group, and run what a test gives them.
+"""Processes that are the ranks of one process group and run functions for a test.
 
-They talk over gloo, and meet at a file. Each call has a timeout, after which, as after an error of
-one of them, all are killed: whoever waits for one that is gone would wait as long as torch does.
+They communicate over gloo, and meet at a file. Each call has a timeout. After a timeout or an error
+in one rank, all are killed: a rank that waits for a dead one would wait as long as torch does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 TIMEOUT = 120
-"""Seconds that a call may take, and that a collective waits for others."""
+"""Timeout in seconds of a call, and of a collective."""
 
 _numbers = itertools.count()
 
@@ -41,13 +41,15 @@ class Ranks:
             self._pipes.append(ours)
 
     def start(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Have each run `function(*args, **kwargs)`."""
+        """Have each rank run `function(*args, **kwargs)`."""
         for pipe in self._pipes:
             pipe.send((function, args, kwargs))
 
     def results(self, timeout: float = TIMEOUT) -> list[Any]:
-        """What each has returned. Raises AssertionError with the tracebacks of those that failed,
-        and kills all."""
+        """Return the result of each rank.
+
+        Raises AssertionError with the tracebacks of those that failed, and kills all.
+        """
         until = time.monotonic() + timeout
         found: list[Any] = []
         failed: list[str] = []
@@ -57,7 +59,7 @@ class Ranks:
                 failed.append(f"rank {rank} has not answered")
             elif not answer[0]:
                 failed.append(f"rank {rank}: {answer[1]}")
-                until = min(until, time.monotonic() + 5)  # others may wait for it for good
+                until = min(until, time.monotonic() + 5)  # others may wait for it forever
             else:
                 found.append(answer[1])
         if failed:
@@ -66,7 +68,7 @@ class Ranks:
         return found
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """What each returns, by rank."""
+        """Run a function in each rank, and return the results by rank."""
         self.start(function, *args, **kwargs)
         return self.results()
 
@@ -81,11 +83,11 @@ class Ranks:
 
     @property
     def alive(self) -> bool:
-        """Whether all of them are there."""
+        """Return whether all processes are alive."""
         return bool(self.processes) and all(process.is_alive() for process in self.processes)
 
     def kill(self) -> None:
-        """Leave nothing behind."""
+        """Kill all processes and remove their files."""
         for process in self.processes:
             process.kill()
         for process in self.processes:

@@ -1,4 +1,4 @@
-"""What ranks with stores save is loaded by any other number of them, and by torch alone."""
+"""A checkpoint of ranks with stores loads on any number of ranks, and in torch alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WORLDS = [(2, 4), (4, 2), (2, 1), (1, 3)]
 
 
 def torch_loads(run: Run, path: Path) -> None:
-    """What a training without a store does."""
+    """Load as a training without a store does."""
     state = torch_state(run)
     dcp.load(state, checkpoint_id=path)
     set_model_state_dict(run.model, state["model"])
@@ -57,12 +57,15 @@ def save_both(place: str) -> None:
 
 
 def load_both(place: str) -> int:
-    """Load each checkpoint in each way, and go on. Returns bytes that the stores have moved."""
+    """Load each checkpoint in each way, and continue.
+
+    Return the bytes that the stores have moved.
+    """
     case, moved = Case(share=0.3), 0
     for name in ("ours", "theirs"):
         expected = plain_run(case)
         with on_store(case, f"{place}/loading-{name}") as (run, store):
-            for each in (run, expected):  # what is there before has states of its own
+            for each in (run, expected):  # existing parameters have their own states
                 each.losses(7)
                 each.step()
             torch_loads(expected, Path(place) / name)
@@ -79,7 +82,7 @@ def load_both(place: str) -> int:
 
 
 @pytest.mark.parametrize(("savers", "loaders"), by_lane(WORLDS[:1], WORLDS[:2], WORLDS))
-def test_any_number_of_ranks_goes_on(
+def test_checkpoint_loads_on_any_number_of_ranks(
     savers: int, loaders: int, ranks: Callable[[int], Ranks], tmp_path: Path
 ) -> None:
     ranks(savers).call(save_both, str(tmp_path))

@@ -1,4 +1,4 @@
-"""A model that FSDP2 shards is trained on stores as without them, each rank within its budget."""
+"""A model that FSDP2 shards trains on stores as without them, each rank within its budget."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ Of = Callable[[int], Ranks]
 
 @pytest.mark.parametrize("world", (2, 4))
 @pytest.mark.parametrize("share", (0.15, 0.5, 2.0))
-def test_ten_steps_are_those_of_plain_fsdp(ranks: Of, place: str, share: float, world: int) -> None:
+def test_ten_steps_match_plain_fsdp(ranks: Of, place: str, share: float, world: int) -> None:
     for found in ranks(world).call(side_by_side, Case(share=share), place):
         if share > 1:
             assert found["read"] == found["written"] == 0
         else:
-            # Six times the parameters are read and four times are written; to clip reads gradients
+            # Six times the parameters are read and four times are written; clipping reads gradients
             # twice more and writes them once. Groups this small have more bytes than their tensors.
             assert 0 < found["written"] <= 1.4 * 5 * found["parameters"] * found["steps"]
             assert 0 < found["read"] <= 1.4 * 8 * found["parameters"] * found["steps"]
@@ -70,7 +70,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_every_way_to_train(ranks: Of, place: str, case: Case) -> None:
+def test_each_way_to_train_matches_plain_fsdp(ranks: Of, place: str, case: Case) -> None:
     for found in ranks(2).call(side_by_side, case, place, steps=4):
         assert found["read"] > 0 and found["written"] > 0
 
@@ -78,9 +78,13 @@ def test_every_way_to_train(ranks: Of, place: str, case: Case) -> None:
 @pytest.mark.pretend_only("collectives")
 @pytest.mark.parametrize("world", (1, 2))
 @pytest.mark.parametrize("share", (0.15, 2.0))
-def test_on_a_pretend_accelerator(ranks: Of, place: str, share: float, world: int) -> None:
-    """torch's gloo takes no tensors of it: FSDP2's collectives are given others, and norms over
-    several ranks are not compared."""
+def test_pretend_accelerator_matches_plain_fsdp(
+    ranks: Of, place: str, share: float, world: int
+) -> None:
+    """torch's gloo takes no tensors of this device, so FSDP2 gets other collectives.
+
+    Norms over several ranks are not compared.
+    """
     case = Case(share=share, device=ACCELERATOR)
     for found in ranks(world).call(side_by_side, case, place, steps=4):
         assert found["read"] > 0 or share > 1
@@ -96,15 +100,15 @@ def refused_with_a_policy(place: str) -> None:
 
 
 @pytest.mark.pretend_only("collectives")
-def test_policies_that_move_shards_are_refused(ranks: Of, place: str) -> None:
+def test_policies_that_move_shards_raise(ranks: Of, place: str) -> None:
     ranks(1).call(refused_with_a_policy, place)
 
 
-def test_replicas_of_shards(ranks: Of, place: str) -> None:
+def test_replicas_of_shards_match_plain_fsdp(ranks: Of, place: str) -> None:
     ranks(4).call(side_by_side, Case(replicas=2), place, steps=4)
 
 
-# What a training loop does ------------------------------------------------------------------------
+# Operations of a training loop --------------------------------------------------------------------
 
 
 def accumulated(place: str) -> None:
@@ -139,7 +143,7 @@ def accumulated(place: str) -> None:
         assert_equal(run, expected)
 
 
-def test_gradients_are_accumulated(ranks: Of, place: str) -> None:
+def test_accumulated_gradients_match_plain_fsdp(ranks: Of, place: str) -> None:
     ranks(2).call(accumulated, place)
 
 
@@ -165,7 +169,7 @@ def validated(place: str) -> None:
         assert_equal(run, expected)
 
 
-def test_validation_and_edits_between_steps(ranks: Of, place: str) -> None:
+def test_validation_and_edits_between_steps_match(ranks: Of, place: str) -> None:
     ranks(2).call(validated, place)
 
 
@@ -189,7 +193,7 @@ def prefetched(place: str) -> None:
             assert_equal(run, expected)
 
 
-def test_explicit_prefetching(ranks: Of, place: str) -> None:
+def test_explicit_prefetching_matches(ranks: Of, place: str) -> None:
     ranks(2).call(prefetched, place)
 
 
@@ -221,18 +225,18 @@ def loaded(place: str) -> None:
         assert store.stats().bytes_read > before
         module: nn.Module = run.model.module  # type: ignore[assignment]
         for each_model in (module, expected.model):
-            each_model.load_state_dict(kept)  # of the module itself, behind the model's back
+            each_model.load_state_dict(kept)  # of the module itself, unknown to the model
         assert torch.equal(run.losses(3), expected.losses(3))
         assert_equal(run, expected)
 
 
-def test_states_are_told_and_loaded(ranks: Of, place: str) -> None:
+def test_state_dicts_are_saved_and_loaded(ranks: Of, place: str) -> None:
     ranks(2).call(loaded, place)
     ranks(4).call(loaded, place)
 
 
 def states_moved(place: str) -> None:
-    """An optimizer on a store goes on with the state of a plain one, and the other way round."""
+    """An optimizer on a store continues with the state of a plain one, and the other way round."""
     case = Case(share=0.2)
     expected = plain_run(case)
     with on_store(case, place) as (run, _):
@@ -262,11 +266,11 @@ def states_moved(place: str) -> None:
         assert_equal(run, again)
 
 
-def test_states_go_to_and_fro(ranks: Of, place: str) -> None:
+def test_optimizer_states_move_to_a_store_and_back(ranks: Of, place: str) -> None:
     ranks(2).call(states_moved, place)
 
 
-def given_back(place: str, device: str = "cpu") -> None:
+def disabled(place: str, device: str = "cpu") -> None:
     case = Case(share=0.2, device=device)
     expected = plain_run(case)
     module = case.sharded()
@@ -297,14 +301,14 @@ def given_back(place: str, device: str = "cpu") -> None:
             each.zero_grad()
 
 
-def test_disabled_it_is_a_plain_model_of_fsdp(ranks: Of, place: str) -> None:
-    ranks(2).call(given_back, place)
-    ranks(4).call(given_back, place)
+def test_disabled_model_is_a_plain_fsdp_model(ranks: Of, place: str) -> None:
+    ranks(2).call(disabled, place)
+    ranks(4).call(disabled, place)
 
 
 @pytest.mark.pretend_only("collectives")
-def test_disabled_it_is_a_plain_model_on_an_accelerator(ranks: Of, place: str) -> None:
-    ranks(1).call(given_back, place, ACCELERATOR)
+def test_disabled_model_on_an_accelerator_is_a_plain_one(ranks: Of, place: str) -> None:
+    ranks(1).call(disabled, place, ACCELERATOR)
 
 
 def unfrozen(place: str) -> None:
@@ -346,7 +350,7 @@ def activations(place: str) -> None:
             expected.step()
 
 
-def test_activations_in_the_same_store(ranks: Of, place: str) -> None:
+def test_activations_in_the_same_store_match(ranks: Of, place: str) -> None:
     ranks(2).call(activations, place)
 
 
@@ -365,11 +369,11 @@ def microbatched(place: str) -> None:
         model.disable()
 
 
-def test_microbatches(ranks: Of, place: str) -> None:
+def test_microbatches_match_plain_fsdp(ranks: Of, place: str) -> None:
     ranks(2).call(microbatched, place)
 
 
-def given_up(place: str) -> None:
+def failed_backward(place: str) -> None:
     case = Case(share=0.2)
     expected = plain_run(case)
     with on_store(case, place) as (run, _):
@@ -389,8 +393,8 @@ def _raise(*_: Any) -> None:
     raise RuntimeError("given up")
 
 
-def test_a_backward_pass_that_raised_is_forgotten(ranks: Of, place: str) -> None:
-    ranks(2).call(given_up, place)
+def test_backward_that_raised_leaves_no_state(ranks: Of, place: str) -> None:
+    ranks(2).call(failed_backward, place)
 
 
 def clipped_in_other_norms(place: str) -> None:
@@ -407,12 +411,12 @@ def clipped_in_other_norms(place: str) -> None:
             assert_equal(run, expected)
 
 
-def test_other_norms_of_all_gradients(ranks: Of, place: str) -> None:
+def test_clipping_in_other_norms_matches(ranks: Of, place: str) -> None:
     ranks(2).call(clipped_in_other_norms, place)
 
 
 class Parallel(nn.Module):
-    """Blocks that `parallelize_module` spreads, and FSDP2 once more."""
+    """Blocks that `parallelize_module` spreads and FSDP2 shards again."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__()
@@ -454,6 +458,6 @@ def in_two_dimensions(place: str, data: int) -> None:
         model.disable()
 
 
-def test_tensor_parallelism_inside(ranks: Of, place: str) -> None:
+def test_tensor_parallelism_inside_matches(ranks: Of, place: str) -> None:
     ranks(4).call(in_two_dimensions, place, 2)
     ranks(2).call(in_two_dimensions, place, 1)

@@ -1,4 +1,4 @@
-"""Weights that `parallelize_module` spreads over ranks are offloaded to a store of each."""
+"""Weights that `parallelize_module` spreads over ranks are offloaded to each rank's store."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ Of = Callable[[int], Ranks]
 
 
 def parallel() -> nn.Sequential:
-    """Blocks whose wide dimension is spread over all ranks. (torch's own styles need one that the
-    number of ranks divides.)"""
+    """Blocks whose wide dimension is spread over all ranks.
+
+    (torch's own styles need one that the number of ranks divides.)
+    """
     torch.manual_seed(3)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Sequential(*(Block(inner=304) for _ in range(6))).requires_grad_(False)
@@ -55,6 +57,6 @@ def inferred(place: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("world", (2, 4))
-def test_tensor_parallel_inference(ranks: Of, place: str, world: int) -> None:
+def test_tensor_parallel_inference_matches(ranks: Of, place: str, world: int) -> None:
     for found in ranks(world).call(inferred, place):
         assert found["read"] > found["parameters"]

@@ -1,5 +1,6 @@
-"""A rank is killed in the middle of a step: the others end by torch's own error, and leave what a
-next start needs.
+"""A rank is killed in the middle of a step.
+
+The others end with torch's own error, and leave the files that the next start needs.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ STEPS, SAVED = 4, 2
 
 
 def trained(place: str, killed: int | None, first: int = 0) -> dict[str, torch.Tensor]:
-    """Steps from `first` on, or from what was saved before step `SAVED`. In the step after that
-    one, the rank `killed` dies as gradients are on their way."""
+    """Run steps from `first` on, or from the checkpoint saved before step `SAVED`.
+
+    In the step after that one, the rank `killed` dies while gradients move.
+    """
     case, checkpoint = Case(share=0.2), Path(place) / "checkpoint"
     with on_store(case, place) as (run, store):
         if first:
@@ -55,10 +58,10 @@ def expected() -> dict[str, torch.Tensor]:
     return {name: local(p).clone() for name, p in run.model.named_parameters()}
 
 
-def test_the_others_end_and_the_next_start_resumes(tmp_path: Path) -> None:
+def test_killed_rank_ends_the_others_and_next_start_resumes(tmp_path: Path) -> None:
     killed = Ranks(2, tmp_path, timeout=TIMEOUT)
     try:
-        killed.call(os.getpid)  # they are there
+        killed.call(os.getpid)  # they are running
         killed.start(trained, str(tmp_path), 1)
         begun = time.monotonic()
         with pytest.raises(AssertionError) as failed:
@@ -81,7 +84,7 @@ def test_the_others_end_and_the_next_start_resumes(tmp_path: Path) -> None:
         again.kill()
 
 
-def test_nobody_ends_where_nobody_is_killed(tmp_path: Path) -> None:
+def test_no_rank_killed_all_ranks_finish(tmp_path: Path) -> None:
     """The control of the test above."""
     whole = Ranks(2, tmp_path, timeout=TIMEOUT)
     try:

@@ -1,4 +1,4 @@
-"""What a rank has in RAM: the budget of its store, and the units that FSDP2 has gathered."""
+"""RAM of a rank: the budget of its store, and the units that FSDP2 has gathered."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BUDGET = 24 << 20
 
 @pytest.fixture
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Ranks]]:
-    """Two ranks whose memory is given back to the system when it is freed."""
+    """Two ranks whose freed memory returns to the system."""
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "131072")
     made = [Ranks(2, tmp_path) for _ in range(1)]
     yield lambda: made[0]
@@ -34,14 +34,14 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 def resident(what: str) -> int:
-    """Bytes of this process that are in RAM (`VmRSS`), or were at most (`VmHWM`)."""
+    """Return the bytes of this process that are in RAM (`VmRSS`), or were at most (`VmHWM`)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     (line,) = (line for line in lines if line.startswith(what))
     return int(line.split()[1]) << 10
 
 
 def sharded_units(width: int) -> nn.Module:
-    """Units of which no more than one is whole at a time."""
+    """Return units, of which at most one is whole at a time."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     units: list[nn.Module] = []
     for number in range(UNITS):
@@ -54,7 +54,7 @@ def sharded_units(width: int) -> nn.Module:
 
 
 def peak(place: str, stored: bool) -> dict[str, int]:
-    """The most that a few steps take beside what they take of a model that is hardly there."""
+    """Return the peak of a few steps, less the peak of the same steps with a very small model."""
     small = trained(place, stored, 16)["peak"]
     found = trained(place, stored, WIDTH)
     return {**found, "peak": found["peak"] - small}
@@ -84,9 +84,12 @@ def trained(place: str, stored: bool, width: int) -> dict[str, int]:
     return {"peak": resident("VmHWM"), "state": state, "held": held}
 
 
-def test_ram_is_the_budget_and_a_few_units(ranks: Callable[[], Ranks], tmp_path: Path) -> None:
-    """FSDP2 has the units that it gathers and reduces in RAM, with a store or without. Beside these
-    and the budget there is hardly anything; without a store, there is all of the state."""
+def test_rank_ram_is_the_budget_and_a_few_units(ranks: Callable[[], Ranks], tmp_path: Path) -> None:
+    """FSDP2 holds the units that it gathers and reduces in RAM, with a store or without.
+
+    Besides these and the budget there is hardly anything; without a store, there is all of the
+    state.
+    """
     on_store = ranks().call(peak, str(tmp_path), True)
     plain = ranks().call(peak, str(tmp_path), False)
     for found, without in zip(on_store, plain, strict=True):

@@ -1,4 +1,4 @@
-"""Training with FSDP2 alone and on a store, side by side in each rank; what has to be equal."""
+"""Training with FSDP2 alone and on a store, side by side in each rank, and their comparison."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 10
 
 
 class Block(nn.Module):
-    """What a transformer consists of, without attention. No dimension is even."""
+    """A transformer block without attention. No dimension is even."""
 
     def __init__(self, inner: int = INNER) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks between a table and a head of three labels (of which four ranks have none each)."""
+    """Blocks between a table and a head of three labels (on four ranks, one rank has none)."""
 
     def __init__(self, blocks: int = 6) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 
 def build(frozen: bool = False) -> Model:
-    """The same each time."""
+    """Build a model with the same weights each time."""
     torch.manual_seed(7)
     model = Model()
     if frozen:
@@ -63,7 +63,7 @@ def build(frozen: bool = False) -> Model:
 
 
 def sharded(model: Model, mesh: DeviceMesh, **options: Any) -> Model:
-    """Each block by itself, and the rest."""
+    """Shard each block, and then the rest."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
     fully_shard(model, mesh=mesh, **options)
@@ -71,20 +71,20 @@ def sharded(model: Model, mesh: DeviceMesh, **options: Any) -> Model:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """That of this rank."""
+    """Return the batch of this rank for a step."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     tokens = torch.randint(0, TOKENS, (4, 5), generator=generator)
     return tokens, torch.randn(4, LABELS, generator=generator)
 
 
 def local(tensor: Any) -> torch.Tensor:
-    """What this rank has of it."""
+    """Return this rank's part of a tensor."""
     with torch.no_grad():
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def state_bytes(model: nn.Module) -> int:
-    """Of this rank's parameters, gradients, and two states each."""
+    """Return the bytes of this rank's parameters and gradients, and of two states each."""
     trained = sum(local(p).nbytes for p in model.parameters() if p.requires_grad)
     return 3 * trained + sum(local(p).nbytes for p in model.parameters())
 
@@ -113,7 +113,7 @@ class ByWayOfTheCpu:
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and how."""
+    """A way to train, and its options."""
 
     share: float = 0.5
     optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
@@ -163,7 +163,7 @@ class Run:
     clip: Callable[[float], Any]
 
     def losses(self, *steps: int) -> torch.Tensor:
-        """Forward and backward."""
+        """Run forward and backward."""
         found = []
         for step in steps:
             tokens, wanted = (each.to(self.case.device) for each in batch(step))
@@ -173,21 +173,21 @@ class Run:
         return torch.stack(found)
 
     def step(self) -> None:
-        """Use the gradients."""
+        """Apply the gradients."""
         self.optimizer.step()
         if self.case.device == ACCELERATOR:
-            # FSDP2 gives gradients back to the stream that reduced them, and counts on their memory
-            # being as it was until that stream takes it again. Here it is not.
+            # FSDP2 returns gradients to the stream that reduced them, and relies on their memory
+            # being unchanged until that stream reuses it. Here it is not.
             synchronize()
         self.optimizer.zero_grad()
 
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
-"""Those whose fused kernels torch has for DTensors."""
+"""Optimizers whose fused kernels torch has for DTensors."""
 
 
 def plain_run(case: Case) -> Run:
-    """Without a store."""
+    """Run without a store."""
     model = case.sharded()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = case.optimizer(trained, **case.options)
@@ -196,7 +196,7 @@ def plain_run(case: Case) -> Run:
 
 @contextmanager
 def opened(case: Case, model: nn.Module, place: str) -> Iterator[TierStore]:
-    """A store of this rank that holds a share of its state."""
+    """Open a store of this rank that holds a fraction of its state."""
     directory = Path(place) / str(dist.get_rank())
     budget = int(case.share * state_bytes(model))
     on_device = budget if case.device == ACCELERATOR else None
@@ -206,7 +206,7 @@ def opened(case: Case, model: nn.Module, place: str) -> Iterator[TierStore]:
 
 @contextmanager
 def on_store(case: Case, place: str) -> Iterator[tuple[Run, TierStore]]:
-    """On a store of this rank."""
+    """Run on a store of this rank."""
     module = case.sharded()
     with opened(case, module, place) as store:
         model = OffloadModel(module, store, checkpoint_activation=case.checkpoint)
@@ -217,7 +217,7 @@ def on_store(case: Case, place: str) -> Iterator[tuple[Run, TierStore]]:
 
 
 def assert_equal(run: Run, expected: Run) -> None:
-    """Parameters and gradients have the same names, shapes and bits, and are spread alike."""
+    """Check that parameters and gradients have the same names, shapes, bits and placements."""
     pairs = zip(run.model.named_parameters(), expected.model.named_parameters(), strict=True)
     for (name, ours), (other, theirs) in pairs:
         assert name == other
@@ -235,7 +235,7 @@ def assert_equal(run: Run, expected: Run) -> None:
 
 
 def assert_alike(ours: Any, theirs: Any, name: str) -> None:
-    """Two DTensors, or two tensors, are the same."""
+    """Check that two DTensors, or two tensors, are the same."""
     assert ours.shape == theirs.shape and ours.dtype == theirs.dtype, name
     assert getattr(ours, "placements", None) == getattr(theirs, "placements", None), name
     assert getattr(ours, "device_mesh", None) == getattr(theirs, "device_mesh", None), name
@@ -243,7 +243,7 @@ def assert_alike(ours: Any, theirs: Any, name: str) -> None:
 
 
 def side_by_side(case: Case, place: str, steps: int = STEPS) -> dict[str, Any]:
-    """Train in both ways; returns what the store has moved and held."""
+    """Train in both ways; return the bytes that the store has moved and held."""
     expected = plain_run(case)
     with on_store(case, place) as (run, store):
         settled = store.stats()

@@ -1,7 +1,7 @@
-"""Make what examples of the documentation need and a test does not have: small ones of its kind.
+"""Small stand-ins for objects that examples of the documentation need and a test does not have.
 
 `<!-- stand-in: pipeline path/to/pipeline -->` above a block says that a small pipeline is saved
-under that path before the block runs. `prepare` and `finish` run in the block's own process.
+under that path before the block runs. `prepare` and `finish` run in the block's process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PATHS = {
     "/run/user/1000/tierstore/": "run/",
     "s3://bucket": "memory://bucket",
 }
-"""Paths as a block has them, and as they are when it runs: nothing outside of the directory."""
+"""Paths in a block, and their replacements when it runs: none is outside of the directory."""
 
 
 def with_paths_here(code: str) -> str:
@@ -35,14 +35,14 @@ def with_paths_here(code: str) -> str:
 
 
 def prepare(what: str, namespace: Namespace) -> None:
-    """Make what a comment `stand-in: WHAT` names."""
+    """Make the object that a comment `stand-in: WHAT` names."""
     for each in what.split(","):
         name, *words = each.split()
         STAND_INS[name](namespace, *words)
 
 
 def finish(what: str, namespace: Namespace) -> None:
-    """Check what the block has made of it, where that is not done in the block."""
+    """Check the block's result, where the block itself does not."""
     for each in what.split(","):
         if (check := CHECKS.get(each.split()[0])) is not None:
             check(namespace)
@@ -121,7 +121,7 @@ def _is_a_pipeline(namespace: Namespace) -> None:
 
 
 def run_example(name: str, code: str) -> None:
-    """Run the example in the docstring of `name`, in a directory of its own."""
+    """Run the example in the docstring of `name`, in a separate directory."""
     os.makedirs(name)
     os.chdir(name)
     namespace = _names()
@@ -168,7 +168,7 @@ def _names() -> Namespace:
 
 
 def _names_of(name: str, names: Namespace) -> None:
-    """Add what one example needs beside the names of all of them."""
+    """Add the names that one example needs besides those of all examples."""
     model, store = names["model"], names["store"]
     match name.replace(".errors.", ".").replace(".types.", ".").split(".")[1:]:
         case ["from_pretrained" | "enable_group_offload" | "disable_offload" as function]:

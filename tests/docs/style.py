@@ -7,7 +7,7 @@ built, never about single words:
 
 - `opening`: a docstring, help text or message that begins with a question word or a relative
   clause instead of a verb or a noun;
-- `actor`: a sentence that hides who acts ("is told of", "whoever", "nobody");
+- `actor`: a sentence that hides the actor (a passive of "tell", an indefinite pronoun);
 - `length`: a sentence of a page with more than 35 words;
 - `summary`: a docstring whose first line does not end its sentence;
 - `test name`: one longer than 60 letters, or built as a clause.
@@ -29,9 +29,8 @@ OPENING = re.compile(
     r"|Left out|Anybody|Anyone|Everybody|Everyone|All that)\b(?![^.]*\?)"
 )
 ACTOR = re.compile(r"\b(whoever|nobody|(?:is|are|was|were|be|been) told|tells? of|told of)\b", re.I)
-CLAUSE = re.compile(
-    r"_(what|who|whoever|whom|whose|nobody|nothing_(?:is|was|else)|is_told|are_told|of_its_own)(_|$)"
-)
+CLAUSE = re.compile(r"_(what|who|whoever|whom|whose|nobody|is_told|of_its_own)(_|$)")
+LOGGED = {"warn", "warning", "error", "info", "debug", "exception"}
 LONGEST_SENTENCE = 35
 LONGEST_TEST_NAME = 60
 
@@ -93,16 +92,17 @@ def messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Yield the texts of errors that are raised, of warnings and logs, and of options' help."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
-            for argument in node.exc.args[:1]:
-                yield node.lineno, literal(argument)
+            yield from ((node.lineno, literal(text)) for text in node.exc.args[:1])
         if isinstance(node, ast.Call):
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            if name in {"warn", "warning", "error", "info", "debug", "exception"}:
-                for argument in node.args[:1]:
-                    yield node.lineno, literal(argument)
-            for keyword in node.keywords:
-                if keyword.arg == "help":
-                    yield node.lineno, literal(keyword.value)
+            helps = [keyword.value for keyword in node.keywords if keyword.arg == "help"]
+            logged = node.args[:1] if called(node) in LOGGED else []
+            yield from ((node.lineno, literal(text)) for text in [*logged, *helps])
+
+
+def called(call: ast.Call) -> str:
+    """Return the last part of the name of the function called."""
+    name = getattr(call.func, "attr", getattr(call.func, "id", ""))
+    return str(name)
 
 
 def test_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -113,22 +113,29 @@ def test_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.name
 
 
+def faults_in_docstring(path: str, line: int, text: str) -> Iterator[Fault]:
+    first = text.split("\n", 1)[0]
+    if OPENING.match(text):
+        yield Fault(path, line, "opening", first)
+    if first != text.split("\n\n", 1)[0] and not re.search(r"[.:!?)`]$", first):
+        yield Fault(path, line, "summary", first)
+    for found in ACTOR.finditer(text):
+        yield Fault(path, line, "actor", text[max(0, found.start() - 40) : found.end() + 20])
+
+
+def faults_in_message(path: str, line: int, text: str) -> Iterator[Fault]:
+    if OPENING.match(text):
+        yield Fault(path, line, "opening", text)
+    if ACTOR.search(text):
+        yield Fault(path, line, "actor", text)
+
+
 def faults_in_code(path: str, source: str) -> Iterator[Fault]:
     tree = ast.parse(source)
     for line, text in docstrings(tree):
-        text = text.strip()
-        first = text.split("\n\n")[0]
-        if OPENING.match(text):
-            yield Fault(path, line, "opening", text.split("\n")[0])
-        if "\n" in first and not re.search(r"[.:!?)`]$", first.split("\n")[0]):
-            yield Fault(path, line, "summary", text.split("\n")[0])
-        for found in ACTOR.finditer(text):
-            yield Fault(path, line, "actor", text[max(0, found.start() - 40) : found.end() + 20])
+        yield from faults_in_docstring(path, line, text.strip())
     for line, text in messages(tree):
-        if OPENING.match(text.strip()):
-            yield Fault(path, line, "opening", text)
-        if ACTOR.search(text):
-            yield Fault(path, line, "actor", text)
+        yield from faults_in_message(path, line, text.strip())
     for line, name in test_names(tree):
         if len(name) > LONGEST_TEST_NAME or CLAUSE.search(name):
             yield Fault(path, line, "test name", name)

@@ -42,7 +42,7 @@ EXCUSES = (
     "needs a GGUF file",
     "needs torchao",
 )
-"""What a machine of a test does not have, and nothing small can stand for."""
+"""Facilities that a test machine lacks, and that nothing small can replace."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def test_examples_of_the_reference_run(pipelines: bool, tmp_path: Path) -> None:
     run_examples(names, tmp_path, code)
 
 
-def test_an_example_that_does_not_run_is_noticed(tmp_path: Path) -> None:
+def test_example_that_fails_is_reported(tmp_path: Path) -> None:
     """The control."""
     code = dict(examples())["tierstore.Lease"].replace("acquire", "borrow")
     with pytest.raises(AssertionError, match="no attribute 'borrow'"):
@@ -192,7 +192,7 @@ second = first + 1
 """
 
 
-def test_blocks_keep_their_lines_and_those_with_an_excuse_do_not_run() -> None:
+def test_blocks_keep_their_lines_and_excused_ones_do_not_run() -> None:
     blocks = list(blocks_of(MARKDOWN))
     assert [(block.language, block.line, bool(block.excuse)) for block in blocks] == [
         ("python", 4, False),

@@ -23,8 +23,8 @@ SHOWN = re.compile(r"^::: (\S+)\n(?: {4}options:\n((?: {6}.*\n)*))?", re.MULTILI
 MEMBERS = re.compile(r"members: \[(.*)\]")
 SECTION = re.compile(r"^(?:Args|Attributes|Returns|Yields|Raises|Examples?):$", re.MULTILINE)
 ENTRY = re.compile(r"^ +\*{0,2}(\w+):(?= ?\S|\n {8})", re.MULTILINE)
-TWIN = re.compile(r"Async `(\w+)`")
-NOT_MADE_BY_USERS = {"Lease", "OffloadHandle", "ActivationOffload"}
+ASYNC_VARIANT = re.compile(r"Async `(\w+)`")
+NOT_CONSTRUCTED_BY_USERS = {"Lease", "OffloadHandle", "ActivationOffload"}
 
 
 def members_of(value: Any, chosen: str | None = None) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def faults(value: Any, members: dict[str, Any]) -> Iterator[str]:
         if not text:
             yield f"{name}: no docstring"
             continue
-        if (twin := TWIN.match(text)) is not None:
+        if (twin := ASYNC_VARIANT.match(text)) is not None:
             text = members[twin[1]].__doc__
         entries = ENTRY.findall(inspect.cleandoc(text))
         yield from (f"{name}: {each}" for each in parameters_of(part) if each not in entries)
@@ -74,7 +74,7 @@ def parameters_of(part: Any) -> list[str]:
         function = getattr(part, "__func__", part)
         names = list(inspect.signature(function).parameters) if callable(function) else []
         return [name for name in names if name not in ("self", "cls")]
-    if "__init__" not in vars(part) or part.__name__ in NOT_MADE_BY_USERS:
+    if "__init__" not in vars(part) or part.__name__ in NOT_CONSTRUCTED_BY_USERS:
         return []
     if issubclass(part, Exception):
         steps = dis.get_instructions(part.__init__)
@@ -85,7 +85,7 @@ def parameters_of(part: Any) -> list[str]:
 @pytest.mark.parametrize(
     ("value", "members"), [each[1:] for each in shown()], ids=[each[0] for each in shown()]
 )
-def test_a_public_name_is_described(value: Any, members: dict[str, Any]) -> None:
+def test_public_name_is_described(value: Any, members: dict[str, Any]) -> None:
     assert list(faults(value, members)) == []
 
 
@@ -109,10 +109,10 @@ class Made:
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed."""
+        """True once it is closed."""
 
 
-def test_a_fault_is_noticed() -> None:
+def test_docstring_faults_are_found() -> None:
     """The control."""
     found = ["key", "group", "get: key", "aget: key", "aget: timeout", "silent: no docstring"]
     assert [each.removeprefix(": ") for each in faults(Made, members_of(Made))] == found

@@ -1,4 +1,4 @@
-"""The examples run, as a reader would start them, and show what they promise."""
+"""The examples run, as a reader would start them, and print the promised results."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ SMALLER = {
 }
 
 
-def test_all_of_them_are_here() -> None:
+def test_every_example_is_listed() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(SMALLER)
 
 
 @pytest.mark.full("whole runs of models: the blocks of the documentation use the same calls")
 @pytest.mark.parametrize("name", SMALLER)
-def test_an_example_runs(name: str, tmp_path: Path) -> None:
+def test_example_runs(name: str, tmp_path: Path) -> None:
     own = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
     there = {"directory": tmp_path, "environment": os.environ | own, "timeout": 300}
     text = output_of(EXAMPLES / name, *SMALLER[name], **there)
     assert text.splitlines()[-1].startswith("OK: ")
-    assert not list(tmp_path.glob("tierstore-*"))  # (torch may leave things of its own)
+    assert not list(tmp_path.glob("tierstore-*"))  # (torch may leave files)

@@ -1,8 +1,8 @@
-"""Figures that pages tell were measured.
+"""Figures on pages were measured.
 
-Tables of a guide have the figures of the benchmark pages that they lead to. A benchmark page that
-leads to files in `docs/benchmarks/data`, which `tools/gpu` wrote, has the figures of those files;
-under the heading "Not in the files" it tells others.
+Tables of a guide have the figures of the benchmark pages that they link to. A benchmark page that
+links to files in `docs/benchmarks/data`, which `tools/gpu` wrote, has the figures of those files;
+under the heading "Not in the files" it has others.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 MEASURED = re.compile(r"\]\((\.\./benchmarks/[^)#]+)\)")
 DATA = re.compile(r"\]\((data/[^)#]+)\)")
-TOLD = "\n## Not in the files\n"
+OTHER_FIGURES = "\n## Not in the files\n"
 UNREAD = re.compile(r"```.*?```|`[^`\n]*`|\]\([^)]*\)", re.DOTALL)
-"""Code, and where links lead: their numbers are no figures."""
+"""Code and link targets: their numbers are no figures."""
 NUMBER = re.compile(r"(?<![\w.])\d+(?:,\d{3})*(?:\.\d+)?(?!\w)")
 
 
@@ -40,9 +40,7 @@ def invented(guide: str) -> list[str]:
     ("guide", "figure", "other"),
     [("which-offload", "0.572", "0.571999"), ("on-a-gpu", "| 1.103: 5.17 |", "| 1.103: 1.17 |")],
 )
-def test_each_figure_of_a_guide_is_on_its_benchmark_page(
-    guide: str, figure: str, other: str
-) -> None:
+def test_figures_of_a_guide_are_on_its_benchmark_page(guide: str, figure: str, other: str) -> None:
     text = (DOCS / "guides" / f"{guide}.md").read_text(encoding="utf-8")
     assert invented(text) == []
     assert len(invented(text.replace(figure, other))) == text.count(figure) > 0, "the control"
@@ -52,7 +50,7 @@ def test_each_figure_of_a_guide_is_on_its_benchmark_page(
 
 
 def numbers_in(text: str) -> set[float]:
-    """Find all numbers of a result, also those within its names."""
+    """Return all numbers of a result, also those within its names."""
     found = re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?(?:e-?\d+)?", text)
     return {float(number.replace(",", "")) for number in found}
 
@@ -71,7 +69,7 @@ def lines_of(file: Path) -> dict[str, set[float]]:
 
 
 def unknown(text: str, known: set[float]) -> list[str]:
-    """Return the numbers of a text that are no number of `known`, rounded as the text has it."""
+    """Return the numbers of a text that are not in `known`, rounded as the text has it."""
     found = []
     for number in NUMBER.findall(text):
         plain = number.replace(",", "")
@@ -90,7 +88,7 @@ def unbacked(page: Path, text: str) -> list[str]:
     for path in DATA.findall(text):
         own = lines_of(page.parent / path)
         lines |= own | {"": lines[""] | own[""]}
-    measured = UNREAD.sub("", text.partition(TOLD)[0]).splitlines()
+    measured = UNREAD.sub("", text.partition(OTHER_FIGURES)[0]).splitlines()
     found = []
     for row, following in zip(measured, [*measured[1:], ""], strict=True):
         if not row.startswith("|") or following.startswith("|---"):
@@ -105,7 +103,7 @@ def unbacked(page: Path, text: str) -> list[str]:
 PAGES = {page: page.read_text(encoding="utf-8") for page in DOCS.glob("benchmarks/gpu-*.md")}
 
 
-def test_each_figure_of_a_gpu_page_is_in_its_files() -> None:
+def test_figures_of_a_gpu_page_are_in_its_files() -> None:
     assert [each for page, text in PAGES.items() for each in unbacked(page, text)] == []
     linked = {page.parent / path for page, text in PAGES.items() for path in DATA.findall(text)}
     assert linked == set(DOCS.glob("benchmarks/data/*")) != set()
@@ -123,7 +121,7 @@ def test_each_figure_of_a_gpu_page_is_in_its_files() -> None:
         ("| 1.04 | 4.7 |", "| 1.05 | 4.7 |", "1.05"),
     ],
 )
-def test_a_figure_that_no_file_has_is_noticed(before: str, after: str, found: str) -> None:
+def test_figure_without_a_file_is_reported(before: str, after: str, found: str) -> None:
     """The control."""
     [page] = (page for page, text in PAGES.items() if before in text)
     [noticed] = unbacked(page, PAGES[page].replace(before, after, 1))

@@ -1,7 +1,7 @@
-"""Links lead somewhere, and the site's navigation reaches every page and every public name.
+"""Links have existing targets, and the site's navigation reaches every page and public name.
 
-`python tools/docs.py` builds the site, and finds more. This is what needs no site: links as a code
-host follows them, between files of the repository.
+`python tools/docs.py` builds the site, and finds more. These tests need no site: they follow links
+as a code host does, between files of the repository.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def links(text: str) -> list[str]:
 
 
 def broken(page: Path, text: str) -> list[str]:
-    """Return the links of a page that lead to no file of the repository, or to no heading of it."""
+    """Return the links of a page whose file, or heading in it, does not exist."""
     found = []
     for link in links(text):
         path, _, anchor = link.partition("#")
@@ -42,7 +42,7 @@ def broken(page: Path, text: str) -> list[str]:
     return found
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_links_have_existing_targets() -> None:
     assert sum(len(links(page.read_text("utf-8"))) for page in PAGES) > 300
     assert [link for page in PAGES for link in broken(page, page.read_text("utf-8"))] == []
 
@@ -58,7 +58,7 @@ def test_every_link_leads_somewhere() -> None:
         ("`layers[2](x)`\n\n```python\nlayers[2](x)\n```\n[`code`](index.md)", 0),
     ],
 )
-def test_a_link_to_nowhere_is_noticed(text: str, count: int) -> None:
+def test_dead_links_are_reported(text: str, count: int) -> None:
     assert len(broken(DOCS / "index.md", text)) == count
 
 
@@ -70,14 +70,14 @@ def test_a_link_to_nowhere_is_noticed(text: str, count: int) -> None:
         ("docs/index.md", "examples/*.*"),
     ],
 )
-def test_an_index_has_all_of_its_folder(index: str, pattern: str) -> None:
+def test_index_lists_all_of_its_folder(index: str, pattern: str) -> None:
     folder = (ROOT / index).parent
     linked = {folder / link.partition("#")[0] for link in links((ROOT / index).read_text("utf-8"))}
     assert [path for path in folder.glob(pattern) if path not in {*linked, ROOT / index}] == []
 
 
-def test_the_navigation_reaches_every_page() -> None:
-    """By its name, or with its folder."""
+def test_navigation_reaches_every_page() -> None:
+    """Each page is named, or its folder is."""
     navigation = (ROOT / "tools" / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2]
     entries = set(re.findall(r"[\w./-]+\.md\b|[\w-]+/(?=\s)", navigation))
     names = [str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")]

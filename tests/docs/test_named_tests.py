@@ -1,4 +1,4 @@
-"""Pages name tests that show what they say: each one is there."""
+"""Tests that pages name as evidence exist."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def named(text: str, folder: Path = DOCS) -> list[tuple[str, str]]:
 
 
 def missing(path: str, name: str, root: Path = ROOT) -> str | None:
-    """Say why there is no such test; None if there is one."""
+    """Return why there is no such test, or None if it exists."""
     file = root / path
     if not path or not file.is_file():
         return f"there is no file {path!r}"
@@ -41,7 +41,7 @@ def missing(path: str, name: str, root: Path = ROOT) -> str | None:
     return None
 
 
-def test_every_test_that_a_page_names_is_there() -> None:
+def test_tests_named_by_pages_exist() -> None:
     tests = {
         page: named(page.read_text(encoding="utf-8"), page.parent) for page in DOCS.rglob("*.md")
     }
@@ -51,7 +51,7 @@ def test_every_test_that_a_page_names_is_there() -> None:
 
 
 def test_each_promise_and_each_line_of_dispatch_names_a_test() -> None:
-    """And each test of a promise has a control beside it."""
+    """Each test of a promise also has a control beside it."""
     page = (DOCS / "reliability.md").read_text(encoding="utf-8")
     for section in page.split("\n### P")[1:]:
         rows = [
@@ -74,6 +74,6 @@ def test_each_promise_and_each_line_of_dispatch_names_a_test() -> None:
         "[`test_it`][here]\n\n[here]: ../tests/docs/test_named_tests.py",
     ],
 )
-def test_one_that_is_not_there_is_noticed(text: str) -> None:
+def test_missing_test_is_reported(text: str) -> None:
     [test] = named(text)
     assert missing(*test) is not None

@@ -1,4 +1,4 @@
-"""The notebook of the documentation runs, in a kernel as a reader's would, and shows what it says.
+"""The notebook of the documentation runs in a reader's kernel, and shows the promised results.
 
 It is kept without outputs: figures and pictures of the machine on which it was saved would be taken
 for those of the text, and each run would be a change.
@@ -17,15 +17,17 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs/examples"
 
 
-def test_it_is_kept_without_outputs() -> None:
+def test_notebook_is_kept_without_outputs() -> None:
     notebook = nbformat.read(EXAMPLES / "first_steps.ipynb", as_version=4)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert cells and not any(cell.outputs or cell.execution_count for cell in cells)
 
 
-@pytest.mark.full("a run of a pipeline in a kernel")
-def test_it_runs_and_shows_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.full("runs a pipeline in a kernel")
+def test_notebook_runs_and_shows_its_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A cell that raises ends the run with an error."""
     for name, text in {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}.items():
         monkeypatch.setenv(name, text)

@@ -1,60 +1,74 @@
-"""How names and sentences are chosen, where a program can tell: docs/contributing.md has the rest.
+"""Names and sentences follow docs/contributing.md, where a program can tell.
 
-A docstring of the reference or a help text begins with a verb or a noun. A class has a name of its
-own, and a word of the glossary one meaning.
+`style.py` finds the constructions. A class has a name that no other module uses.
 """
 
 from __future__ import annotations
 
 import ast
-import inspect
-import re
-from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections import defaultdict
 
-import click
+import pytest
 
 from tests.architecture.test_layers import ROOT, parsed_files
-from tests.docs.test_docstrings import public_docstrings
-from tierstore.cli.commands import inspector
-from tierstore.service.cli import serve
-
-TURNED = re.compile(r"(What|Who|Whoever|Nobody|Of|That which|Is told|Whether or not)\b")
-
-NOT_YET = {
-    *("tierstore.Access", "tierstore.types.ActivationStats", "tierstore.OffloadModel.forward"),
-    *("tierstore.types.Snapshot", "tierstore.Stats", "tierstore.errors.StoreTimeoutError"),
-    *("tierstore.TierStore.snapshot", "tierstore.TierStore.stats", "tierstore.trace.Recorded"),
-    *("tierstore.trace.read_trace", "serve --disk"),
-}
-"""Texts that were there before the rule: this becomes empty, and none is added."""
+from tests.docs.style import Fault, faults, faults_in_code, faults_in_page
 
 MESSAGES = "tierstore/wire/messages.py"
 """Messages have the names of what they ask for, and are written with their module."""
 
 
-def help_texts(command: click.Command) -> Iterator[tuple[str, str]]:
-    yield str(command.name), command.help or ""
-    for parameter in command.params:
-        yield f"{command.name} {parameter.opts[0]}", getattr(parameter, "help", None) or ""
-    for inner in getattr(command, "commands", {}).values():
-        yield from help_texts(inner)
+@pytest.mark.parametrize("part", ["tierstore", "docs", "README.md", "tests", "tools"])
+def test_style_of_all_texts_has_no_fault(part: str) -> None:
+    assert [str(fault) for fault in faults([ROOT / part])] == []
 
 
-def test_texts_for_users_begin_with_a_verb_or_a_noun() -> None:
-    texts = [*public_docstrings(), *help_texts(inspector), *help_texts(serve)]
-    assert {name for name, text in texts if TURNED.match(inspect.cleandoc(text))} <= NOT_YET
+PLANTED_CODE = '''
+"""What a module has."""
+
+def test_what_is_wrong() -> None:
+    """Whether it is so."""
+    raise ValueError("Nobody is told of it")
+
+def two() -> None:
+    """A line that does not
+    end its sentence."""
+'''
+PLANTED_PAGE = f"""# Title
+
+Whoever reads this is told of it.
+One {"word " * 35}.
+
+```
+What is in code is code.
+```
+"""
 
 
-def test_a_class_and_a_glossary_word_have_one_meaning() -> None:
-    homes = defaultdict(list)
+def rules(found: list[Fault]) -> list[tuple[int, str]]:
+    return sorted((fault.line, fault.rule) for fault in found)
+
+
+def test_style_of_planted_texts_has_each_fault() -> None:
+    assert rules(list(faults_in_code("planted.py", PLANTED_CODE))) == [
+        (2, "opening"),
+        (4, "test name"),
+        (5, "opening"),
+        (6, "actor"),
+        (6, "opening"),
+        (9, "summary"),
+    ]
+    assert rules(list(faults_in_page("planted.md", PLANTED_PAGE))) == [
+        (3, "actor"),
+        (3, "opening"),
+        (4, "length"),
+    ]
+
+
+def test_class_names_are_unique() -> None:
+    modules = defaultdict(list)
     for path, tree in parsed_files():
         file = str(path.relative_to(ROOT))
         for node in ast.iter_child_nodes(tree) if file != MESSAGES else ():
             if isinstance(node, ast.ClassDef):
-                homes[node.name].append(file)
-    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
-    page = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([^|]+) \| [^|]+ \| [^|]*\|$", page, re.MULTILINE)
-    words = Counter(word.strip() for row in rows for word in row.split(","))
-    assert words and max(words.values()) == 1
+                modules[node.name].append(file)
+    assert {name: files for name, files in modules.items() if len(files) > 1} == {}

@@ -18,13 +18,13 @@ from tests.faults.facilities import unmount, wait_until_mounted
 
 WRITE, FLUSH, MARK = range(3)
 HEAD = struct.Struct("<BQI")
-"""Of an entry in the log: kind, offset, length of the bytes that follow."""
+"""Header of a log entry: kind, offset, number of bytes that follow."""
 PATIENCE = 60.0
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What happened to a disk: bytes were written at an offset, it was flushed, or a mark."""
+    """One event on a disk: a write at an offset, a flush, or a mark."""
 
     kind: int
     offset: int

@@ -35,9 +35,9 @@ def quick_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def first_seed() -> int:
-    """The same every time, but in a long run, which is to look where nobody did before.
+    """Return the first seed: the same on every run, except in the long lane, which explores.
 
-    `TIERSTORE_SEED` repeats one of those. Tests print it.
+    `TIERSTORE_SEED` repeats a run. Tests print it.
     """
     new = random.randrange(10**6) if lane() == LONG else 0
     return int(os.environ.get("TIERSTORE_SEED", new))

@@ -1,16 +1,15 @@
-"""What a power cut may leave of a directory, worked out from a record of what was done there.
+"""Enumerates the states in which a power cut may leave a directory, from a record of its calls.
 
-A record (`recording.py`) holds every call that changed something below a directory, in order, and
-what was told of meanwhile. The model knows only what POSIX promises, which is less than any file
+A record (`recording.py`) holds every call that changed something below a directory, in order, with
+the promises made meanwhile. The model assumes only what POSIX promises, which is less than any file
 system keeps:
 
 - bytes are on the disk once their file was synced; before that each sector may be there or not,
-  in any order, and where a file grew, there may be zeros, or bytes of somebody else;
-- a name is on the disk once its directory was synced; before that each name may be what it was,
-  or anything that it was changed to since, and the two names of a rename know nothing of each
-  other.
+  in any order, and where a file grew, there may be zeros, or foreign bytes;
+- a name is on the disk once its directory was synced; before that each name may be its old value
+  or any later one, and the two names of a rename are independent.
 
-So the states behind each call are many. All extreme ones are made, and some by chance.
+So there are many states behind each call. All extreme ones are made, and some at random.
 """
 
 from __future__ import annotations
@@ -75,8 +74,10 @@ class Synced:
 
 @dataclass(frozen=True)
 class Failed:
-    """A file or directory could not be synced. Of a file, the system takes what it could not write
-    for written from now on: no later sync tries again."""
+    """A failed sync of a file or directory.
+
+    The system then treats the unwritten data of a file as written: no later sync retries it.
+    """
 
     it: int
 
@@ -96,9 +97,9 @@ ROOT = 0
 
 Change = Written | Sized
 ChooseName = Callable[[Sequence[int | None]], int | None]
-"""Of what a name may mean: first what it surely meant, then what it was changed to since."""
+"""Values of a name: first the synced one, then later ones that may be on disk."""
 ChooseBytes = Callable[[bytes, Sequence[Change]], bytes]
-"""Of what a file holds: what is surely there, and what was changed since."""
+"""Contents of a file: synced bytes, and later changes."""
 
 
 @dataclass
@@ -110,7 +111,7 @@ class File:
 
 
 class Disk:
-    """What is on the disk for sure, and what may be, after some events."""
+    """The certain and the possible contents of the disk after some events."""
 
     def __init__(self) -> None:
         self._files: dict[int, File] = {}
@@ -233,7 +234,7 @@ class ByChance:
 
 @dataclass(frozen=True)
 class State:
-    """What a power cut behind an event may leave, and what was promised until then."""
+    """The states that a power cut behind an event may leave, and the promises made until then."""
 
     behind: int
     tree: Tree

@@ -1,7 +1,7 @@
-"""Many threads that do anything to one store at random, and what they saw of each key.
+"""Many threads that act on one store at random, and their observations of each key.
 
-They play in short rounds. Between two rounds nobody does anything: what is there then is read, and
-what was seen in the round must have an order that explains it.
+They work in short rounds. Between two rounds all threads are idle: the values are read, and the
+observations of the round must have an order that explains them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tierstore.errors import BudgetError, LeaseError, UnknownKeyError
 KEYS = 20
 LARGEST = 4  # pages of a group
 PATIENCE = 60.0
-"""Seconds without any progress after which nobody will ever get on."""
+"""Seconds without progress after which the threads count as deadlocked."""
 
 
 class Stuck(AssertionError):
-    """Nobody got on for a long time."""
+    """No thread made progress for a long time."""
 
 
 class Watch:
@@ -143,9 +143,9 @@ class Throng:
             while thread.is_alive() and not self.watch.stuck.is_set():
                 thread.join(0.5)
         if self.watch.stuck.is_set():
-            # Whoever waits is told, and the test can end.
+            # Every waiter gets an error, and the test can end.
             threading.Thread(target=self.store.close, daemon=True).start()
-            raise Stuck(f"nobody got on for {PATIENCE} s; all stacks were printed")
+            raise Stuck(f"no progress for {PATIENCE} s; all stacks were printed")
 
     def _guarded(self, player: Player, steps: int) -> None:
         try:
@@ -348,7 +348,7 @@ class Player:
         self._hint(key, lambda: self.store.offload(key))
 
     def keep(self, key: str) -> None:
-        self._hint(key, lambda: self.store.keep(key))
+        self._hint(key, lambda: self.store.make_sticky(key))
 
     def _hint(self, key: str, give: Callable[[], None]) -> None:
         begin, found = self.history.now(), True

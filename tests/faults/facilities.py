@@ -1,8 +1,8 @@
-"""What a machine must offer so that real faults can be made on it, and whether this one does.
+"""Facilities that real faults need, and whether this machine has them.
 
 A test names what it needs with `@pytest.mark.needs("fuse", "root")` and is skipped elsewhere, with
-the reason. `expected.txt` records what a machine that guards changes must offer: there, a facility
-that is missing is a failure, so that no test of a fault is silently left out.
+the reason. `expected.txt` records the facilities of a machine that guards changes: there, a missing
+facility is a failure, so that no test of a fault is skipped silently.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def run(*command: str | os.PathLike[str]) -> None:
 
 
 def program(name: str) -> str:
-    """Where a program lies, `/sbin` included. Raises Unusable."""
+    """Return the path of a program, `/sbin` included. Raises Unusable."""
     found = shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin")
     if found is None:
         raise Unusable(f"there is no {name} here")
@@ -64,7 +64,7 @@ def mounted(*arguments: str | os.PathLike[str], at: Path) -> Iterator[Path]:
 
 
 def unmount(at: Path) -> None:
-    """Unmount; as soon as nobody uses it any more, if somebody does."""
+    """Unmount now, or lazily once the last user is gone."""
     with suppress(Unusable):
         run(program("umount"), at)
         return
@@ -107,7 +107,7 @@ def cut_power(at: Path) -> None:
         os.close(directory)
 
 
-# What there may be --------------------------------------------------------------------------------
+# Facilities ---------------------------------------------------------------------------------------
 
 
 def _root() -> None:
@@ -210,7 +210,7 @@ FACILITIES: dict[str, Callable[[Path], None]] = {
 
 @functools.cache
 def missing(name: str) -> str | None:
-    """Why a facility cannot be used here; None if it can."""
+    """Return the reason why a facility cannot be used here, or None."""
     with tempfile.TemporaryDirectory(prefix="tierstore-", dir="/var/tmp") as scratch:
         try:
             FACILITIES[name](Path(scratch))
@@ -220,6 +220,6 @@ def missing(name: str) -> str | None:
 
 
 def expected() -> list[str]:
-    """What a machine that guards changes must offer."""
+    """Return the facilities that a machine guarding changes must offer."""
     lines = EXPECTED.read_text(encoding="utf-8").splitlines()
     return [line.strip() for line in lines if line.strip() and not line.startswith("#")]

@@ -1,4 +1,4 @@
-"""A file system in user space that shows a directory, and fails or hangs when it is told to."""
+"""A file system in user space that mirrors a directory, and fails or hangs on command."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def failing_file_system(place: Path) -> Iterator[FailingFileSystem]:
         wait_until_mounted(at / "is mounted", server, PATIENCE)
         yield FailingFileSystem(at, orders, server)
     finally:
-        # Killed first: then whoever still waits for it is told, and nothing can hang here.
+        # Killed first: then every waiter gets an error, and nothing can hang here.
         server.kill()
         server.wait()
         with suppress(Unusable):

@@ -1,10 +1,9 @@
-"""Serves a file system in user space that shows a directory and fails where it is told to.
+"""Serves a file system in user space that mirrors a directory and fails on command.
 
     python -m tests.faults.failing_fs_server DIRECTORY MOUNTPOINT ORDERS
 
-ORDERS is a file with JSON: {operation: the name of an error}. "short" as an error gives or takes
-half of what was asked for. Like many such file systems, it knows no files without a name, and no
-reserving of room.
+ORDERS is a JSON file: {operation: name of an error}. The error "short" reads or writes half of the
+requested bytes. Like many such file systems, it supports neither unnamed files nor preallocation.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def wait_for(word: str) -> None:
 
 
 def outcome(act: Callable[[], Any]) -> dict[str, Any]:
-    """How something ended, and after how many seconds."""
+    """The outcome of a call, and its seconds."""
     began = time.monotonic()
     try:
         ended = act()
@@ -66,7 +66,7 @@ def filled(directory: str) -> TierStore:
 
 
 def getting(directory: str) -> None:
-    """Calls that need the disk end when they were told to; what is in memory is served."""
+    """Check that calls needing the disk time out as asked, and that memory is served."""
     store = filled(directory)
     wait_for("hang")
     tell(acquire=outcome(lambda: store.acquire("far", timeout=SOON).key))
@@ -85,7 +85,7 @@ def getting(directory: str) -> None:
 
 
 def closing(directory: str) -> None:
-    """`close` ends though the disk does not answer; and nobody is let in meanwhile."""
+    """Check that `close` ends with a hung disk, and that no other store opens meanwhile."""
     store = filled(directory)
     store.put("unsaved", tensors_of(VALUES["unsaved"]))
     wait_for("hang")

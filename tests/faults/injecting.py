@@ -45,7 +45,7 @@ FAULTS = {
         "EDQUOT": TAKES_ROOM | {"close"},
         "EROFS": {"open to write", "create"} | CHANGING | SIZING,
         "EMFILE": OPENING,
-        # Those that Python does not repeat by itself; of the others, see the tests with strace.
+        # Calls that Python does not repeat by itself; the tests with strace cover the others.
         "EINTR": {"listdir", "scandir", "stat", "lstat", "statvfs", "close"} | CHANGING,
         "EACCES": OPENING | {"stat", "lstat", "mmap"} | CHANGING,
         "ESTALE": EVERY - {"close", "mmap", "posix_fadvise"},
@@ -71,7 +71,7 @@ class Injector:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fires(self, call: str, path: str | None) -> bool:
-        """Whether this call is to fail."""
+        """Return whether this call is to fail."""
         if path is None or call not in self.fault.calls or not self.concerns(path):
             return False
         with self.lock:

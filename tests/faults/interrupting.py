@@ -68,8 +68,10 @@ class Interrupter:
 
 
 class InterruptAt:
-    """Raises KeyboardInterrupt where Python would: the `point`-th time that it looks for signals in
-    code below a directory. `where` tells where that was, if there were so many."""
+    """Raises KeyboardInterrupt where Python would, at the `point`-th check for signals.
+
+    Only checks in code below a directory count. `where` is the place, if there were so many.
+    """
 
     # Instructions after which (or at the start of a function) the interpreter looks for signals.
     LOOKS = ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "RESUME")

@@ -1,9 +1,8 @@
-"""Whether what several threads saw of one key can have happened one operation after the other.
+"""Checks whether threads' observations of one key are linearizable.
 
 Each operation takes effect at one moment between its begin and its end. A history is sound if such
-moments can be chosen so that every operation finds what it says it found. The search is Wing and
-Gong's, with Lowe's memory of what was tried before: the operations that are over, and the value
-that they leave.
+moments can be chosen so that every operation finds what it reports. The search is Wing and Gong's,
+with Lowe's memory of visited states: the completed operations, and the value that they leave.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ LIMIT = 200_000
 
 
 class Some(Enum):
-    """What is said of a value without naming it."""
+    """A value that no operation names."""
 
     ANY = "whatever is there, if anything"
     GROUP = "some group"
@@ -37,10 +36,10 @@ class Undecided(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One call: what it found, and what it left.
+    """One call: the value it found, and the value it left.
 
-    It leaves `left` wherever it comes, or only where it meets `only`. `maybe` marks a call that was
-    cut short: it took effect once, or not at all, and perhaps later than its caller was told.
+    It leaves `left` in any state, or only in the state `meets`. `maybe` marks an interrupted call:
+    it took effect once, or not at all, and perhaps after its caller got the error.
     """
 
     begin: float
@@ -52,7 +51,7 @@ class Operation:
     only: Value = Some.ANY
 
     def fits(self, value: int | None) -> bool:
-        """Whether it can come where `value` is."""
+        """Return whether it can take effect where `value` is."""
         if self.found is Some.ANY:
             return True
         return value is not None if self.found is Some.GROUP else self.found == value
@@ -113,7 +112,7 @@ class _Search:
             raise Undecided(f"{len(self.operations)} operations, {self.limit} positions visited")
 
     def _next(self, done: int, value: int | None) -> list[int]:
-        """What can come now. Whatever changes nothing comes at once: that is never a mistake."""
+        """Return the operations that can come next. One that changes nothing comes at once."""
         found = []
         for i in self._open(done):
             op = self.operations[i]
@@ -140,7 +139,7 @@ class _Search:
         return sorted(found, key=lambda i: self.operations[i].end)
 
     def _is_missed(self, done: int, value: int | None, then: int | None) -> bool:
-        """Whether somebody must still find `value`, and it never comes again."""
+        """Return whether a pending operation must find `value`, which never comes again."""
         if value is None or value == then:
             return False
         return bool(self.finders[value] & ~done) and not self.makers[value] & ~done
@@ -162,7 +161,7 @@ def assert_linearizable(key: str, start: int | None, operations: Sequence[Operat
         return
     by_end = sorted(operations, key=lambda op: op.end)
     for count in range(1, len(by_end) + 1):
-        # What has not ended yet may have taken effect, or not.
+        # An operation still running may have taken effect, or not.
         part = [*by_end[:count], *(_unfinished(op) for op in by_end[count:])]
         if _has_none(start, part):
             last = by_end[count - 1]
@@ -187,18 +186,18 @@ def _unfinished(operation: Operation) -> Operation:
 
 
 def lent(value: int) -> int:
-    """The value while somebody has it alone: it is a group, but nobody else can find it."""
+    """The value while one caller has it exclusively: the group exists and others cannot read it."""
     return -value
 
 
 class History:
-    """What threads did to several keys, each operation with the moments of its begin and end.
+    """Operations of threads on several keys, each with the moments of its begin and end.
 
     Values are positive.
     """
 
     def __init__(self) -> None:
-        self._clock = itertools.count()  # `next` of it is one step, whoever asks
+        self._clock = itertools.count()  # `next` is atomic
         self._operations: dict[str, list[Operation]] = defaultdict(list)
 
     def now(self) -> int:
@@ -216,7 +215,7 @@ class History:
         self._operations[key].append(Operation(begin, inf, Some.ANY, left, who, maybe=True))
 
     def add_return(self, key: str, begin: int, value: int, left: Value, who: str) -> None:
-        """Who had `value` alone has given it back, as `left`: if it was not replaced meanwhile."""
+        """Record that the exclusive holder of `value` returned it as `left`, if not replaced."""
         self._operations[key].append(
             Operation(begin, self.now(), Some.ANY, left, who, only=lent(value))
         )
@@ -225,9 +224,9 @@ class History:
         return sum(map(len, self._operations.values()))
 
     def settle(self, values: dict[str, int | None]) -> dict[str, list[Operation]]:
-        """Nobody does anything now, and these are the values. Returns all since the last time.
+        """Record these values while all threads are idle. Returns all since the last time.
 
-        Nothing takes effect later than this.
+        Later operations take effect later.
         """
         histories, self._operations = self._operations, defaultdict(list)
         for key, value in values.items():

@@ -1,9 +1,9 @@
-"""Files that nobody would write by mistake: seeds, and changes of every kind to them.
+"""Hostile files: seeds, and changes of every kind to them.
 
-A change is made at the level that it concerns: of bits and bytes, of the length that a file
-announces, of the file's end, and of the JSON, which is taken apart, changed and written again
-(names may occur twice there). The header of an object file is then `sealed` anew with its checksum,
-or not: rot does not know the checksum, somebody hostile does.
+A change is made at its own level: bits and bytes, the length that a file announces, the file's end,
+and the JSON, which is parsed, changed and written again (names may occur twice there). The header
+of an object file is then `sealed` with a new checksum, or not: bit rot does not know the checksum,
+an attacker does.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tierstore.model.header import (
     build_header,
     digest,
 )
-from tierstore.system.views import packed
+from tierstore.system.views import pack_tensors
 
 KEY = "blocks.7"
 
@@ -49,7 +49,7 @@ class Seed:
 
     @property
     def data(self) -> bytes:
-        """What follows the header."""
+        """The bytes after the header."""
         return self.raw[LENGTH_BYTES + len(self.head) :]
 
 
@@ -69,7 +69,7 @@ def file_of(head: bytes, data: bytes) -> bytes:
 
 def object_file(key: str, tensors: dict[str, torch.Tensor]) -> bytes:
     """An object file as a store writes it."""
-    packing, sources = packed(key, tensors)
+    packing, sources = pack_tensors(key, tensors)
     data = [sources[block.name].numpy().tobytes() for block in packing.blocks]
     return build_header(key, packing, map(digest, data)) + b"".join(data)
 
@@ -255,7 +255,7 @@ ACTS = [_replace, _count, _remove, _repeat, _add, _rename, _exchange, _dtype, _s
 
 
 def mutants(rnd: random.Random, count: int) -> Iterator[Mutant]:
-    """That many mutants, of all seeds, each by a change of another kind."""
+    """Return `count` mutants over all seeds, each by a change of another kind."""
     kinds: list[Callable[[Seed, random.Random], Mutant]] = [
         *(bits, splice, lie, cut),
         *(structure, structure, structure, structure, views, digests),
@@ -300,7 +300,7 @@ TOKENS += [
 
 
 def splice(seed: Seed, rnd: random.Random) -> Mutant:
-    """Bytes put in, cut out or replaced in the header; its length is told as it is."""
+    """Insert, cut or replace bytes in the header; its announced length is kept."""
     head = bytearray(seed.head)
     for _ in range(rnd.randint(1, 3)):
         at = rnd.randrange(len(head.rstrip()) + 1)
@@ -333,7 +333,7 @@ def structure(seed: Seed, rnd: random.Random) -> Mutant:
 
 
 def views(seed: Seed, rnd: random.Random) -> Mutant:
-    """What an object file says of its tensors, changed."""
+    """Change an object file's description of its tensors."""
     document = parsed(seed.head)
     metadata = _member(document, "__metadata__")
     if not seed.ours or metadata is None:

@@ -1,8 +1,8 @@
-"""Values that prove themselves, work that makes them in a store, and what is promised of them.
+"""Self-describing values, work that stores them, and the promises about them.
 
-Whoever works in a store tells of each change before it begins, and when it is acknowledged. From
-that alone, outside, `Promised` knows what may be found after the power was cut: what was
-acknowledged last, or anything that was begun since.
+Workers report each change before it begins, and when it is acknowledged. From these reports alone,
+`Promised` knows what may be found after a power cut: the value acknowledged last, or any that was
+begun since.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.helpers.files import damaged_objects
 from tests.helpers.processes import Tell
 from tests.helpers.system_calls import Call, system_call
 from tierstore import TierStore
-from tierstore.engine.adoption import WEIGHTS, content_hash
+from tierstore.engine.in_place_groups import WEIGHTS, content_hash
 from tierstore.errors import TierStoreError
 from tierstore.model.tiers import Access
 from tierstore.system.objects import LOCK, MARKER, OBJECTS, TEMPORARY
@@ -33,7 +33,7 @@ HEAD = 64
 SIZES = (HEAD, 700, PAGE, 3 * PAGE + 123, 10 * PAGE)
 """Some are written through the system's cache alone, others past it but for their end."""
 KEYS = 6
-"""Of each worker."""
+"""Keys of each worker."""
 
 Name = tuple[str, int]
 """The key that a value was made for, and its number."""
@@ -71,7 +71,7 @@ def name_of(found: dict[str, torch.Tensor]) -> Name:
 
 
 class Promised:
-    """What may be under each key now, if the power is cut now. None: nothing is there."""
+    """Return the values that may be under each key after a power cut now. None: no value."""
 
     def __init__(self) -> None:
         self._may: dict[str, list[Name | None]] = {}
@@ -86,7 +86,7 @@ class Promised:
         elif what == "sure":
             self._be_sure(key for key in self._may if key == about[0])
         elif what == "all sure":
-            # Weights stay as long as a group lies in their file, whoever has put it.
+            # Weights stay as long as any group lies in their file.
             keys = [key for key in self._may if not key.startswith(WEIGHTS)]
             self._be_sure(key for key in keys if key.startswith(about[0]))
 
@@ -96,7 +96,7 @@ class Promised:
             self._may[key] = self._may[key][-1:]
 
     def broken_by(self, found: dict[str, Name | str]) -> list[str]:
-        """What is wrong with what was found: names of values by key, or an error instead."""
+        """Return the faults in what was found: names of values by key, or an error."""
         wrong = []
         for key in sorted(self._may.keys() | found.keys()):
             there = found.get(key)
@@ -107,8 +107,10 @@ class Promised:
         return wrong
 
     def begin_with(self, found: dict[str, Name | str]) -> None:
-        """What was found after a power cut will be there after the next one, but for weights that
-        nothing refers to."""
+        """Take what was found after a power cut as durable.
+
+        Weights that no object refers to are an exception.
+        """
         self._may = {key: [name] for key, name in found.items() if not isinstance(name, str)}
         for key in self._may:
             if key.startswith(WEIGHTS):
@@ -119,7 +121,7 @@ class Promised:
 
 
 class Worker:
-    """Does what users do in a store, on keys of its own, and tells of it."""
+    """Does a user's operations in a store, on separate keys, and reports them."""
 
     def __init__(
         self, store: TierStore, name: str, seed: int, tell: Tell, around: Around = nothing_around
@@ -254,15 +256,15 @@ def look(store: TierStore, disk_dir: Path) -> tuple[dict[str, Name | str], list[
 
 
 def read_back(found: dict[str, list[Any] | str]) -> dict[str, Name | str]:
-    """Names that were told as JSON."""
+    """Names parsed from JSON."""
     return {key: n if isinstance(n, str) else (n[0], n[1]) for key, n in found.items()}
 
 
-# What must go wrong -------------------------------------------------------------------------------
+# Controls -----------------------------------------------------------------------------------------
 
 
 def without_syncs(of: str | None) -> AbstractContextManager[list[Call]]:
-    """Nobody syncs `"files"`, or `"directories"`: negative controls. None: as always."""
+    """Disable syncs of `"files"` or `"directories"`, as a negative control. None: disable none."""
 
     def concerns(call: Call) -> bool:
         is_directory = stat.S_ISDIR(os.fstat(call.args[0]).st_mode)
@@ -272,7 +274,7 @@ def without_syncs(of: str | None) -> AbstractContextManager[list[Call]]:
 
 
 def syncing_again() -> AbstractContextManager[list[Call]]:
-    """What nobody should do: a sync that fails is tried once more."""
+    """Retry a failed sync, which no program should do."""
 
     def twice(call: Call) -> None:
         try:

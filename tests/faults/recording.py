@@ -68,7 +68,7 @@ class Recorder:
         if error is None:  # all that there is was recorded
             disk = Disk()
             for event in self.events:
-                if not isinstance(event, Failed):  # nobody notices until the power is cut
+                if not isinstance(event, Failed):  # unnoticed until the power is cut
                     disk.happen(event)
             assert disk.tree(last, whole) == tree_of(self._root)
 
@@ -183,7 +183,7 @@ class Recorder:
 
 
 def tree_of(root: Path) -> Tree:
-    """What lies below a directory."""
+    """Return the contents below a directory."""
     return {
         str(path.relative_to(root)): None if path.is_dir() else path.read_bytes()
         for path in root.rglob("*")

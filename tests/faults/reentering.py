@@ -37,8 +37,10 @@ PATIENCE = 20.0
 
 
 class Visitor:
-    """Calls `visit` before every `stride`-th instruction of the package on this thread, from number
-    `first`; but not in what `visit` does itself."""
+    """Calls `visit` before every `stride`-th instruction of the package on this thread.
+
+    Begins at instruction `first`, and skips those that `visit` runs itself.
+    """
 
     def __init__(self, visit: Callable[[str], None], stride: int, first: int = 0) -> None:
         self.visits = 0
@@ -109,7 +111,7 @@ class Signalling:
 
     def __enter__(self) -> Signalling:
         self._before = signal.signal(signal.SIGUSR1, self._handle)
-        signal_handlers.look_again()  # the next section is to know of it
+        signal_handlers.request_refresh()  # the next section is to know of it
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -137,10 +139,10 @@ class Signalling:
 
 
 class Calls:
-    """Each public method of a store in turn, with what it gives compared.
+    """Calls each public method of a store in turn, and compares the results.
 
-    `refused` counts by where calls were told that they came in the middle of a step; `unlucky`,
-    what others' leases or the end of the store did not allow; `wrong` has all that may not be.
+    `refused` counts calls that raised because they came within a step, by place; `unlucky` those
+    that leases of others or the end of the store prevented; `wrong` has every fault.
     """
 
     def __init__(self, store: TierStore, scratch: Path, patience: float = PATIENCE) -> None:
@@ -213,7 +215,7 @@ class Calls:
     def hint(self) -> None:
         self.store.prefetch("steady")
         self.store.offload("steady")
-        self.store.keep("steady")
+        self.store.make_sticky("steady")
 
     def look(self) -> None:
         assert "steady" in self.store

@@ -28,7 +28,7 @@ import torch
 from tests.faults.block_device import FLUSH, MARK, WRITE, Device, Entry, block_device, read_log
 from tests.faults.facilities import Unusable, loop_mounted, make_image, program, run
 from tests.faults.promised import BUDGET, Promised, Worker, contents, read_back, without_syncs
-from tests.helpers.processes import Tell, forked, heard
+from tests.helpers.processes import Tell, forked, messages_from
 from tierstore import TierStore
 
 SIZES = {"ext4": 48 << 20, "xfs": 320 << 20}  # xfs does without no less
@@ -102,7 +102,7 @@ def record(plan: Plan, image: Path) -> list[Entry]:
         def at_work(tell: Tell) -> None:
             work(device, directory / "store", plan)
 
-        told = list(heard(*forked(at_work)))
+        told = list(messages_from(*forked(at_work)))
     (place / f"{plan.kind}.device").rmdir()
     assert told == [["died", 0]], told
     return read_log(log)
@@ -171,7 +171,7 @@ def keep_some(image: Path, given: Sequence[Entry], chosen: random.Random) -> int
 
 def look(disk_dir: Path, promised: Promised, result: Cut) -> None:
     """Open the store in another process, read everything, and note what that finds."""
-    told, *_ = heard(*forked(lambda tell: tell("found", *contents(disk_dir))))
+    told, *_ = messages_from(*forked(lambda tell: tell("found", *contents(disk_dir))))
     if told[0] != "found":
         result.broken.append(f"surprise: it could not be opened: {told}")
         return
@@ -181,7 +181,7 @@ def look(disk_dir: Path, promised: Promised, result: Cut) -> None:
 
 
 def replay(plan: Plan) -> Iterator[Cut]:
-    """What came of each state."""
+    """Yield the result of each state."""
     place = Path(plan.place)
     image, state = place / "replayed.image", place / "state.image"
     make_image(image, plan.kind, SIZES[plan.kind])

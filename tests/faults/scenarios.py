@@ -1,8 +1,7 @@
-"""What a store is used for, in small, and what must hold of it while and after calls fail.
+"""Small uses of a store, and the promises that hold while and after calls fail.
 
 A `World` is a store and all that is known of it: which values a key may have now, and which the
-next one who opens the directory may find. An act that fails may have happened or not; one that
-returned has happened.
+next store may find. A failed act may have happened or not; one that returned has happened.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ ADVICE = re.compile(
     r"[:;] (\(?or )?(use|check|free|register|download|remove|raise|open|save|upgrade|close|release|"
     r"lower|pass|put|list|call|discard|try)\b|(then|to) (try|open) again|then try again"
 )
-"""What a message says that one can do."""
+"""Return the remedy that a message names."""
 
 Value = int | None
 
@@ -74,7 +73,7 @@ class World:
     visible: dict[str, set[Value]] = field(default_factory=dict)
     durable: dict[str, set[Value]] = field(default_factory=dict)
     transient: set[str] = field(default_factory=set)  # keys of what never outlives the store
-    errors: list[str] = field(default_factory=list)  # what was told
+    errors: list[str] = field(default_factory=list)  # reported errors
     mapped: dict[str, torch.Tensor] = field(default_factory=dict)  # of a file
     closed: bool = False
 
@@ -83,12 +82,14 @@ class World:
         return self.place / "store"
 
     def attempt(self, act: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[bool, Any]:
-        """Do something that may fail, but only as it is documented. Whether it has not, and what
-        it returned."""
+        """Do something that may fail, but only as documented.
+
+        Returns whether it succeeded, and its result.
+        """
         try:
             return True, act(*arguments, **options)
         except TierStoreError as error:
-            assert_says_what_to_do(error, self)
+            assert_names_a_remedy(error, self)
             self.errors.append(f"{type(error).__name__}: {error}")
             return False, None  # without the error: its traceback holds what it came through
 
@@ -110,7 +111,7 @@ class World:
         self.visible[key] = {value} if done else was | {value}
         before = self.durable.get(key, {ABSENT})
         (self.transient.discard if durable else self.transient.add)(key)
-        # That an old file could not be removed is told by the next flush.
+        # The next flush reports an old file that could not be removed.
         self.durable[key] = before | {value if durable else ABSENT}
 
     def flush(self) -> None:
@@ -119,7 +120,7 @@ class World:
             self.acknowledge()
 
     def acknowledge(self) -> None:
-        """What is visible and durable is on disk."""
+        """Check that every visible durable group is on disk."""
         for key, values in self.visible.items():
             self.durable[key] = {ABSENT} if key in self.transient else set(values)
 
@@ -164,7 +165,7 @@ class World:
         return self.store
 
 
-def assert_says_what_to_do(error: TierStoreError, world: World) -> None:
+def assert_names_a_remedy(error: TierStoreError, world: World) -> None:
     """An error is one of ours, names what it is about and what to do, and keeps its cause."""
     text = str(error)
     subjects = [str(world.place), "/proc/self/", *map(repr, world.visible)]
@@ -174,7 +175,7 @@ def assert_says_what_to_do(error: TierStoreError, world: World) -> None:
         assert isinstance(error.__cause__, OSError), f"without its cause: {text}"
 
 
-# What must hold -----------------------------------------------------------------------------------
+# Promises -----------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -198,7 +199,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def left_open(before: dict[int, str]) -> list[str]:
-    """What is open now and was not before."""
+    """Return the descriptors that are open now and were not before."""
     return [name for number, name in open_files().items() if before.get(number) != name]
 
 
@@ -213,7 +214,7 @@ def copy_tree(source: Path, target: Path) -> None:
 
 
 def check_directory(directory: Path, durable: dict[str, set[Value]], scratch: Path) -> None:
-    """Whoever opens a copy of the directory now finds what may be there, and no litter is left."""
+    """Check that a copy of the directory opens with allowed values and without orphans."""
     copy = Path(tempfile.mkdtemp(dir=scratch)) / "as it is"
     copy_tree(directory, copy)
     with TierStore(BUDGET, copy, device="cpu") as store:
@@ -243,9 +244,9 @@ def check_afterwards(world: World) -> None:
             if values == {ABSENT}:
                 assert key not in store
             elif object_name(key) in unreadable:
-                world.put(key, 77)  # it was told, and another can be put in its place
+                world.put(key, 77)  # the error was raised, and another value can be put
             elif key in store:
-                world.get(key)  # an error that nobody was told of yet may come now, once
+                world.get(key)  # an error not raised yet may come now, once
         told = len(world.errors)
         check_use(world)
         assert world.errors[told:] == [], "it does not work, though the fault is gone"
@@ -288,7 +289,7 @@ class Scenario:
 
 
 def nothing(world: World) -> None:
-    """Nothing is prepared."""
+    """Prepare for nothing."""
 
 
 def stored(*keys: str) -> Callable[[World], None]:
@@ -443,7 +444,7 @@ def train(world: World) -> None:
             change(world, key, 84 + number)
     place_on_disk(world)
     keys = [key for key in ("state.a", "state.b") if key in world._store]
-    mutable(world._store).expect_in_host(keys)
+    mutable(world._store).prefetch_to_host(keys)
     for key in keys:
         world.get(key)
 

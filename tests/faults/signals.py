@@ -37,7 +37,7 @@ class Worker:
         self.patience = patience  # seconds
         self.store = open_store(directory, 10 * PAGE)
         if fault == "forgets":
-            engine_of(self.store).requests.give_up = lambda request: None
+            engine_of(self.store).requests.cancel = lambda request: None
         self.may_be: dict[str, set[int | None]] = {key_of(i): {None} for i in range(KEYS)}
         self.serial = self.steps = self.interrupts = self.checked = 0
         self.over = False
@@ -58,7 +58,7 @@ class Worker:
                 self.answered()
 
     def answered(self) -> None:
-        """The next interrupt is sent when this one is told of, and it finds a store in use."""
+        """Send the next interrupt when this one is handled, while a store is in use."""
         while True:
             try:
                 self.interrupts += 1
@@ -140,7 +140,7 @@ class Worker:
         self.may_be[key] = {None}
 
     def finish(self) -> None:
-        """Nobody interrupts any more."""
+        """Stop the interrupts."""
         faulthandler.dump_traceback_later(self.patience, exit=True)
         gc.collect()  # leases that were lost on their way to a variable
         assert_at_rest(self.store)

@@ -1,11 +1,11 @@
-"""A process that uses one store for a long time, and looks at what that costs.
+"""A process that uses one store for a long time, and measures its cost.
 
     python -m tests.faults.soak '{"place": ..., "gets": 1000000, "faults": true, "leak": 0}'
 
-Threads get, put, change and discard small groups, of which about two thirds fit. In the parts
-of a run that are numbered oddly, one call of the system in about a thousand operations fails. After
-each part nobody does anything: then the books of the store must agree with what there is, and the
-memory of the process, its files and its threads are noted. Prints a line of JSON with all notes.
+Threads get, put, change and discard small groups, of which about two thirds fit. In odd parts of a
+run, one system call in about a thousand operations fails. After each part all threads are idle: the
+bookkeeping of the store must agree with reality, and the memory of the process, its files and its
+threads are recorded. Prints a line of JSON with all records.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CALLS = ("preadv", "pwrite", "fsync", "rename", "posix_fallocate", "unlink")
 
 @dataclass
 class Note:
-    """What a process takes, after so many operations."""
+    """The resources of a process after a number of operations."""
 
     operations: int
     resident: int
@@ -62,7 +62,7 @@ class Note:
 
 @dataclass
 class Told:
-    """What is told at the end."""
+    """The report at the end."""
 
     notes: list[Note] = field(default_factory=list)
     done: dict[str, int] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class Soak:
             self.errors.append(error)
 
     def look(self) -> None:
-        """Assert that the books are true. Nobody does anything, and the disk is well again."""
+        """Assert that the bookkeeping is exact. The threads are idle, and the disk works again."""
         self.store.flush()
         assert_at_rest(self.store)
         assert_true(self.store, self.place)
@@ -259,7 +259,7 @@ class User:
         self.unsure.pop(key, None)
 
     def _put_or_not(self, key: str, tag: int) -> None:
-        """What was put may be there, if only an old file could not be removed."""
+        """Record that a failed put may be there, if only an old file could not be removed."""
         if key in self.current:
             self.unsure[key] = tag
         elif key in self.store:
@@ -313,14 +313,14 @@ def note(operations: int, begun: float) -> Note:
 
 
 def assert_true(store: TierStore, place: Path) -> None:
-    """The books agree with the memory and the files that there are. Nobody uses the store."""
+    """Check that bookkeeping equals memory and files. The store is idle."""
     carrier, planner = core_of(store).mover, core_of(store).planner
     with core_of(store).lock:
         entry = {c.group.key: c for c in carrier.entries()}
         held = memory_held(store)["HOST"]
         arena = core_of(store).tiers.host.arena
         slots = [c.slots[Tier.HOST] for c in entry.values() if Tier.HOST in c.slots]
-        slots += arena.spare()
+        slots += arena.unused_slots()
         assert held == sum(slot.nbytes for slot in slots if slot.memory is not None)
         assert planner.used[Tier.HOST] <= held <= PAGES * PAGE
         assert arena.make.__self__.held <= PAGES * PAGE
@@ -332,7 +332,7 @@ def assert_true(store: TierStore, place: Path) -> None:
             data = durable[name].packing.dense_nbytes
             assert data < nbytes <= data + 2 * PAGE
         spilled = [c for c in entry.values() if c in core_of(store).tiers.disk.spilled_at]
-        end, free = core_of(store).tiers.disk.spill.room()
+        end, free = core_of(store).tiers.disk.spill.usage()
         taken = end - sum(nbytes for _, nbytes in free)
         assert taken == sum(round_up(c.spec.nbytes, PAGE) for c in spilled)
         on_disk = [c for c in entry.values() if c.source is not None]

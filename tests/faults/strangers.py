@@ -23,7 +23,7 @@ from tests.service.test_framing import SIDES
 from tierstore import TierStoreError
 from tierstore.engine.checkpoints import indexed
 from tierstore.model.header import LENGTH_BYTES, header_length, parse_header
-from tierstore.wire.framing import Incoming, NonsenseError
+from tierstore.wire.framing import Incoming, ProtocolError
 
 
 class Strangers:
@@ -35,7 +35,7 @@ class Strangers:
         self._heads = mutants(self.chance, 1 << 40)
 
     def kinds(self) -> dict[str, tuple[Callable[[], bytes], Callable[[bytes], object]]]:
-        """How each kind is made, and read."""
+        """Functions that make and read each kind of file."""
         kinds, sent = self.chance.choice(SIDES).values
         return {
             "index": (lambda: self._document(self._index), lambda raw: indexed(raw, "the file")),
@@ -79,7 +79,7 @@ def high_water() -> int:
 
 
 def read_all(count: int, seed: int, most_bytes: int, most_seconds: float) -> Iterator[str]:
-    """What to print of so many files and messages."""
+    """Format a count of files and of error messages."""
     outcomes: Counter[tuple[str, str]] = Counter()
     largest, longest = 0, 0.0
     strangers = Strangers(seed)
@@ -92,7 +92,7 @@ def read_all(count: int, seed: int, most_bytes: int, most_seconds: float) -> Ite
         try:
             read(raw)
             outcome = "accepted"
-        except (TierStoreError, ValueError, NonsenseError):
+        except (TierStoreError, ValueError, ProtocolError):
             outcome = "refused"
         seconds, nbytes = time.process_time() - began, high_water() - before - len(raw)
         largest, longest = max(largest, nbytes), max(longest, seconds)

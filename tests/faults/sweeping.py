@@ -29,7 +29,7 @@ from tests.store.helpers import join
 
 T = TypeVar("T")
 Meet = Callable[[World], AbstractContextManager[T]]
-"""What makes the fault, and ends it."""
+"""Functions that cause the fault, and end it."""
 
 ONE_IN_THREE = pytest.mark.full(
     "what it is that calls: one scenario after another, of one kind", keep="a third"
@@ -37,7 +37,7 @@ ONE_IN_THREE = pytest.mark.full(
 """A sweep over scenarios, in the default lane over some of them."""
 
 TOLERATED = {"short"}
-"""Of these nobody is told: they are completed."""
+"""Calls completed silently after a fault."""
 MOST = 1000
 """No scenario has as many calls."""
 
@@ -64,9 +64,9 @@ class Sweep:
         self._durable: dict[str, set[Value]] = world.durable
 
     def meets(self, fault: Meet[T], *, untold: bool = False) -> T:
-        """The scenario, with a fault while it acts. Raises if a promise is broken.
+        """Run the scenario, with a fault while it acts. Raises if a promise is broken.
 
-        Of what is `untold` nobody may be told.
+        Faults in `untold` calls raise in no caller.
         """
         self._runs += 1
         world = World(self._scratch / str(self._runs), self.scenario.budget)
@@ -127,5 +127,5 @@ def _injected(
 
 
 def no_fault(world: World) -> AbstractContextManager[None]:
-    """Nothing happens."""
+    """Cause no fault."""
     return nullcontext()

@@ -1,4 +1,4 @@
-"""What is cancelled or interrupted at any moment leaves nothing behind, and nothing half-done."""
+"""A call cancelled or interrupted at any moment leaves nothing behind, and nothing half-done."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tierstore.store import engine_of
 @pytest.mark.full("what a task asks for is the same on each device", keep=["cpu"])
 @on_both
 @pytest.mark.timeout(7200)
-def test_tasks_that_are_cancelled_at_random_leave_nothing_behind(
+def test_tasks_cancelled_at_random_leave_nothing_behind(
     device: str, tmp_path: Path, first_seed: int
 ) -> None:
     seed = first_seed
@@ -43,24 +43,24 @@ def test_tasks_that_are_cancelled_at_random_leave_nothing_behind(
         tasks.store.close()
 
 
-def test_a_lease_that_a_cancelled_task_leaves_behind_is_noticed(tmp_path: Path) -> None:
+def test_lease_left_by_a_cancelled_task_is_noticed(tmp_path: Path) -> None:
     """The control: who is cancelled while it waits does not take its wish back."""
     tasks = Tasks(1, "cpu", tmp_path / "store")
-    give_up = engine_of(tasks.store).requests.give_up
+    give_up = engine_of(tasks.store).requests.cancel
 
     def forgetful(request: Any) -> None:
         if not isinstance(sys.exc_info()[1], asyncio.CancelledError):
             give_up(request)
 
-    engine_of(tasks.store).requests.give_up = forgetful
-    tasks.patience = 3.0  # what nobody wants any more is in the way of others, for ever
+    engine_of(tasks.store).requests.cancel = forgetful
+    tasks.patience = 3.0  # abandoned requests block others forever
     with pytest.raises((AssertionError, TimeoutError)):
         tasks.play(8)
-    engine_of(tasks.store).requests.give_up = give_up
+    engine_of(tasks.store).requests.cancel = give_up
     tasks.store.close()
 
 
-def test_half_of_a_put_is_noticed(tmp_path: Path) -> None:
+def test_half_a_put_is_noticed(tmp_path: Path) -> None:
     """The control: readers see a group before it is filled."""
     tasks = Tasks(1, "cpu", tmp_path / "store")
     store, late = tasks.store, dict[int, tuple[Any, ...]]()
@@ -90,7 +90,7 @@ def test_half_of_a_put_is_noticed(tmp_path: Path) -> None:
 
 
 def interrupted(directory: Path, seed: int, count: int, fault: str = "") -> dict[str, Any]:
-    """What comes of a process that uses a store and is interrupted so often, at random moments."""
+    """Run a process that uses a store and is interrupted so often, at random moments."""
     patience = PATIENCE if not fault else 1
     told = {"place": str(directory), "seed": seed, "fault": fault, "patience": patience}
     process = subprocess.Popen(
@@ -140,9 +140,7 @@ def failure(process: subprocess.Popen[bytes]) -> str:
 
 
 @pytest.mark.timeout(3600)
-def test_a_process_that_is_interrupted_hundreds_of_times_goes_on(
-    tmp_path: Path, first_seed: int
-) -> None:
+def test_process_interrupted_hundreds_of_times_continues(tmp_path: Path, first_seed: int) -> None:
     seed = first_seed
     count = by_lane(40, 100, 1000)
     for number in range(by_lane(1, 1, 10)):
@@ -154,7 +152,7 @@ def test_a_process_that_is_interrupted_hundreds_of_times_goes_on(
 
 
 @pytest.mark.full("waits for what never comes, as many times as it is interrupted")
-def test_what_an_interrupt_leaves_behind_is_noticed(tmp_path: Path) -> None:
+def test_leftovers_of_an_interrupt_are_noticed(tmp_path: Path) -> None:
     """The control: who is interrupted while it waits does not take its wish back."""
     with pytest.raises(AssertionError):
         interrupted(tmp_path, 1, 100, "forgets")

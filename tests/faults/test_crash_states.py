@@ -50,9 +50,7 @@ def wrong_with(state: State, place: Path) -> list[str]:
     return state.promised.broken_by(found) + [f"left: {name}" for name in left]
 
 
-def test_no_state_that_posix_allows_after_a_power_cut_breaks_a_promise(
-    quick_dir: Path, first_seed: int
-) -> None:
+def test_crash_state_allowed_by_posix_breaks_no_promise(quick_dir: Path, first_seed: int) -> None:
     wanted, seen, told = by_lane(30, 500, 20_000), 0, Counter[str]()
     few = by_lane(10, 1)  # so that states of all moments of a record are seen
     for number in itertools.count(first_seed):
@@ -72,9 +70,7 @@ def test_no_state_that_posix_allows_after_a_power_cut_breaks_a_promise(
 
 
 @pytest.mark.parametrize("without", ["files", "directories"])
-def test_without_a_sync_some_states_have_lost_what_was_acknowledged(
-    without: str, quick_dir: Path
-) -> None:
+def test_crash_state_without_a_sync_loses_acknowledged_data(without: str, quick_dir: Path) -> None:
     events = record(quick_dir / f"without-{without}", 0, without)
     wrong = (
         each
@@ -146,8 +142,8 @@ def attempts(
         yield recorder.events, trying.failed
 
 
-def broken_behind_told(events: list[Event], place: Path) -> list[str]:
-    """What is wrong in the states behind something that was told."""
+def faults_behind_reports(events: list[Event], place: Path) -> list[str]:
+    """Return the faults in the states behind each acknowledgement."""
     return [
         each
         for state in states(events, 0, by_chance=1)
@@ -156,7 +152,7 @@ def broken_behind_told(events: list[Event], place: Path) -> list[str]:
     ]
 
 
-def test_a_sync_that_fails_is_told_and_its_file_is_written_anew(quick_dir: Path) -> None:
+def test_sync_failure_raises_and_its_file_is_rewritten(quick_dir: Path) -> None:
     files, step = 0, by_lane(5, 1)
     for count, (events, told) in enumerate(attempts(quick_dir, step=step), start=1):
         [at] = [at for at, event in enumerate(events) if isinstance(event, Failed)]
@@ -168,19 +164,19 @@ def test_a_sync_that_fails_is_told_and_its_file_is_written_anew(quick_dir: Path)
                 assert event != Synced(it), "it was synced again"
                 assert not (isinstance(event, Named) and event.it == it), "it was used"
         assert told == 1, "nobody was told" if not told else "it failed again"
-        assert not broken_behind_told(events, quick_dir / "state"), f"sync {count} failed"
+        assert not faults_behind_reports(events, quick_dir / "state"), f"sync {count} failed"
     assert files >= by_lane(1, 7)
     assert count - files >= by_lane(1, 9)  # of directories
 
 
-def test_who_syncs_a_file_again_loses_what_it_acknowledges(quick_dir: Path) -> None:
+def test_sync_retried_on_the_same_file_loses_data(quick_dir: Path) -> None:
     told_of = attempts(quick_dir, syncing_again)
     assert any(
-        "lost: " in str(broken_behind_told(events, quick_dir / "state")) for events, _ in told_of
+        "lost: " in str(faults_behind_reports(events, quick_dir / "state")) for events, _ in told_of
     )
 
 
-def test_what_is_given_up_because_a_sync_failed_does_not_come_back(quick_dir: Path) -> None:
+def test_group_discarded_after_a_failed_sync_stays_gone(quick_dir: Path) -> None:
     for failing in itertools.count(1):
         place = quick_dir / f"given-up-{failing}"
         place.mkdir()

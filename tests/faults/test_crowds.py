@@ -38,7 +38,7 @@ STEPS = 25  # of each thread in a round
 @on_both
 @pytest.mark.parametrize("threads", [8, 64])
 @pytest.mark.timeout(14400)
-def test_what_many_threads_see_has_an_order(
+def test_threads_observe_a_linearizable_history(
     threads: int, device: str, tmp_path: Path, first_seed: int
 ) -> None:
     seed, stores = first_seed, by_lane(1, 1, 8)
@@ -58,7 +58,7 @@ def test_what_many_threads_see_has_an_order(
 def held_after_failed_reads(directory: Path) -> int:
     """Bytes of memory of a store with a budget of 8 pages, while the errors of reads are kept."""
     store, errors = open_store(directory, 8 * PAGE), []
-    # Of different sizes: none can have the memory of another.
+    # Different sizes: no group can get another's memory.
     keys = {f"key{count}": pages(1, count) for count in (3, 4, 5, 6)}
     for key, tensor in keys.items():
         store.put(key, tensor)
@@ -77,11 +77,11 @@ def held_after_failed_reads(directory: Path) -> int:
     return held
 
 
-def test_a_read_that_failed_keeps_no_memory(tmp_path: Path) -> None:
+def test_failed_read_keeps_no_memory(tmp_path: Path) -> None:
     assert held_after_failed_reads(tmp_path / "store") <= 8 * PAGE
 
 
-def test_an_error_with_all_that_was_going_on_would_keep_it(
+def test_error_holding_its_frames_would_keep_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control."""
@@ -93,7 +93,7 @@ def test_an_error_with_all_that_was_going_on_would_keep_it(
 
 
 @pytest.mark.full("a search for what happens now and then; the controls below take no luck")
-def test_a_value_that_is_seen_late_is_noticed(tmp_path: Path) -> None:
+def test_stale_value_is_noticed(tmp_path: Path) -> None:
     """Now and then a put returns before readers can see what was put.
 
     There is room for everything: what is not shown yet keeps its room, for which a put could be
@@ -122,17 +122,17 @@ def test_a_value_that_is_seen_late_is_noticed(tmp_path: Path) -> None:
     throng.store.close()
 
 
-def test_changers_who_are_not_alone_are_noticed(tmp_path: Path) -> None:
+def test_concurrent_updaters_are_noticed(tmp_path: Path) -> None:
     throng = Throng(1, "cpu", tmp_path / "store", threads=8)
     throng.access_to_change = Access.READ
-    # What is changed while it is read, saved or copied is torn, too.
+    # A group changed while it is read, saved or copied is torn, too.
     seen = (AssertionError, CorruptDataError)
     with pytest.raises(seen, match=r"no order explains|a mix of|changed under|is not what was"):
         throng.play(20, STEPS)
     throng.store.close()
 
 
-def test_an_update_that_is_dropped_is_noticed(tmp_path: Path) -> None:
+def test_dropped_update_is_noticed(tmp_path: Path) -> None:
     """A changed group whose old copy on disk still counts."""
     throng = Throng(1, "cpu", tmp_path / "store", threads=8)
     make_deaf_to_changes(throng.store)
@@ -141,7 +141,7 @@ def test_an_update_that_is_dropped_is_noticed(tmp_path: Path) -> None:
     throng.store.close()
 
 
-def test_a_store_that_takes_more_than_it_may_is_noticed(tmp_path: Path) -> None:
+def test_store_above_its_budget_is_noticed(tmp_path: Path) -> None:
     store = open_store(tmp_path / "store", 4 * PAGE)
     watch = Watch(store, lambda: 0)
     store.put("fits", pages(1, 3))

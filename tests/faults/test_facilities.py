@@ -1,4 +1,4 @@
-"""Where changes are guarded, no test of a fault is left out."""
+"""Machines that guard changes skip no test of a fault."""
 
 from __future__ import annotations
 
@@ -18,5 +18,5 @@ def test_every_expected_facility_is_known() -> None:
 
 @pytest.mark.skipif(not GUARDED, reason="only where CI=true says that changes are guarded here")
 @pytest.mark.parametrize("name", expected())
-def test_a_machine_that_guards_changes_has_every_facility(name: str) -> None:
+def test_machine_that_guards_changes_has_every_facility(name: str) -> None:
     assert missing(name) is None

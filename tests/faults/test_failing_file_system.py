@@ -51,8 +51,11 @@ ONE_OF_EACH = [
 """Ids of cases, one of each operation."""
 
 LOOKS_AT_MAPS = ("registering tensors", "training")
-"""While a disk fails, the system kills who looks at a map of its files. And what was written to a
-map, and is then written to disk in part, the system takes for written. Nobody can be told."""
+"""Operations on maps of a failing disk, left out of the sweep.
+
+The system kills a process that reads a map of such a file, and treats partly written data as
+written. No error can be raised.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +73,7 @@ def failing(
 @pytest.mark.full("the operation, its error, and what meets it", keep="a third")
 @pytest.mark.long("each operation in more than one scenario", keep=ONE_OF_EACH)
 @pytest.mark.parametrize(("operation", "error", "name"), ERRORS)
-def test_an_operation_that_fails_is_told_or_made_good(
+def test_file_system_failure_raises_or_is_recovered(
     operation: str, error: str, name: str, file_system: FailingFileSystem
 ) -> None:
     sweep = Sweep(name, file_system.at)
@@ -80,7 +83,7 @@ def test_an_operation_that_fails_is_told_or_made_good(
 @pytest.mark.full("each scenario, without a fault; the test above has most of them, with one")
 @pytest.mark.long("each scenario, without a fault", keep="a third")
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_files_without_a_name_and_reserved_room_are_not_needed(
+def test_unnamed_files_and_reservation_are_optional(
     name: str, file_system: FailingFileSystem
 ) -> None:
     """Nor are direct reads and writes: see the errors above."""
@@ -90,10 +93,10 @@ def test_files_without_a_name_and_reserved_room_are_not_needed(
 @pytest.mark.long(
     "the same operations fail in the test above, each in one scenario",
     sentinel="tests/faults/test_failing_file_system.py"
-    "::test_an_operation_that_fails_is_told_or_made_good",
+    "::test_file_system_failure_raises_or_is_recovered",
 )
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_every_operation_in_every_scenario(name: str, file_system: FailingFileSystem) -> None:
+def test_every_scenario_uses_every_operation(name: str, file_system: FailingFileSystem) -> None:
     kinds = sorted({(operation, error) for operation, error, _ in ERRORS})
     if name in LOOKS_AT_MAPS:
         kinds = [kind for kind in kinds if kind[0] != "read" and kind != ("write", "short")]
@@ -102,9 +105,7 @@ def test_every_operation_in_every_scenario(name: str, file_system: FailingFileSy
         sweep.surely_meets(f"{operation}: {error}", failing(file_system, operation, error))
 
 
-def test_the_file_system_fails_as_it_is_told(
-    file_system: FailingFileSystem, tmp_path: Path
-) -> None:
+def test_file_system_fails_on_command(file_system: FailingFileSystem, tmp_path: Path) -> None:
     """The control: an order is obeyed, and no longer than it holds."""
     file = file_system.at / "file"
     file.write_bytes(b"bytes")

@@ -47,7 +47,7 @@ for _name in ("unicode_escape", "raw_unicode_escape", "latin-1", "ascii"):
 
 SEED = 30
 EXITS = {0, 1, 2, 3, 4}
-"""How the command may end: as `failures.Code` says."""
+"""Exit codes of the command, as in `failures.Code`."""
 
 
 def variants(whole: bytes, count: int, rnd: random.Random) -> list[bytes]:
@@ -112,7 +112,7 @@ def _shows_source(event: tuple[str, tuple[Any, ...]]) -> bool:
 # Indexes of checkpoints --------------------------------------------------------------------------
 
 
-def test_an_index_leads_to_nothing_outside_its_directory(tmp_path: Path) -> None:
+def test_hostile_index_stays_inside_its_directory(tmp_path: Path) -> None:
     place = tmp_path / "checkpoint"
     place.mkdir()
     shards = {name: f"{name}-of-the-model.safetensors" for name in tensors()}
@@ -146,7 +146,7 @@ def test_an_index_leads_to_nothing_outside_its_directory(tmp_path: Path) -> None
 # A store's own small files ------------------------------------------------------------------------
 
 
-def test_a_marker_is_of_this_format_or_refused(disk_dir: Path) -> None:
+def test_hostile_marker_is_valid_or_refused(disk_dir: Path) -> None:
     open_store(disk_dir).close()
     marker = disk_dir / "STORE.json"
     whole = marker.read_bytes()
@@ -168,7 +168,7 @@ def test_a_marker_is_of_this_format_or_refused(disk_dir: Path) -> None:
     assert min(outcomes.values()) > 20 and len(outcomes) == 2, outcomes
 
 
-def test_whoever_holds_the_lock_can_be_told_whatever_is_in_it(tmp_path: Path) -> None:
+def test_hostile_lock_file_can_be_reported(tmp_path: Path) -> None:
     whole = b'{"pid": 1234567, "host": "a machine"}'
     path = tmp_path / "LOCK"
 
@@ -187,7 +187,7 @@ def test_whoever_holds_the_lock_can_be_told_whatever_is_in_it(tmp_path: Path) ->
     assert set(outcomes) == {"known", "unknown"}
 
 
-def test_speeds_of_disks_are_usable_or_nothing(tmp_path: Path) -> None:
+def test_hostile_disk_speeds_are_valid_or_ignored(tmp_path: Path) -> None:
     path = remember(tmp_path, 1e9)
     assert path == cache_file()
     whole = path.read_bytes()
@@ -251,7 +251,7 @@ def test_load_training_of_changed_metadata_loads_or_raises(tmp_path: Path) -> No
     assert min(outcomes.values()) > 5 and len(outcomes) == 2, outcomes
 
 
-# What the command reads ---------------------------------------------------------------------------
+# Files that the command reads ---------------------------------------------------------------------
 
 
 def command(*words: Any) -> str:
@@ -276,7 +276,7 @@ def trace_of(tmp_path: Path) -> bytes:
 
 
 @pytest.mark.timeout(1800)
-def test_a_trace_is_whole_or_refused(tmp_path: Path) -> None:
+def test_hostile_trace_is_whole_or_refused(tmp_path: Path) -> None:
     whole = trace_of(tmp_path)
     path = tmp_path / "changed.json"
     rnd = random.Random(SEED)
@@ -304,8 +304,8 @@ def test_a_trace_is_whole_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(1800)
-def test_a_record_of_events_is_played_or_refused(tmp_path: Path) -> None:
-    """Whatever its events are, the planner that they are played to harms nobody."""
+def test_hostile_event_record_is_replayed_or_refused(tmp_path: Path) -> None:
+    """Replaying a record with any events to the planner does no harm."""
     whole = trace_of(tmp_path)
     events = json.loads(whole)["tierstore"]["events"]
     path = tmp_path / "changed.json"
@@ -342,7 +342,7 @@ def test_a_record_of_events_is_played_or_refused(tmp_path: Path) -> None:
 
 @pytest.mark.full("runs a command for each")
 @pytest.mark.timeout(1800)
-def test_the_index_of_a_pipeline_is_planned_with_or_refused(tmp_path: Path) -> None:
+def test_hostile_pipeline_index_is_planned_or_refused(tmp_path: Path) -> None:
     place = tmp_path / "pipeline"
     for name in ("transformer", "vae"):
         (place / name).mkdir(parents=True)
@@ -373,7 +373,7 @@ def test_the_index_of_a_pipeline_is_planned_with_or_refused(tmp_path: Path) -> N
 
 @pytest.mark.full("runs four commands for each")
 @pytest.mark.timeout(1800)
-def test_the_command_looks_at_any_object(tmp_path: Path) -> None:
+def test_inspect_of_any_object_ends(tmp_path: Path) -> None:
     disk_dir = tmp_path / "store"
     with open_store(disk_dir) as store:
         store.put("other", pages(1))

@@ -14,12 +14,12 @@ from tests.lanes import by_lane
 
 MOST_MEMORY = 64 << 20
 MOST_SECONDS = 2.0
-"""Of the process's own time."""
+"""Seconds of the process's own CPU time."""
 
 
 @pytest.mark.full("a process that is measured; test_hostile_headers.py has large files")
 @pytest.mark.timeout(20_000)
-def test_files_of_strangers_cost_what_they_are() -> None:
+def test_hostile_files_cost_no_more_than_their_size() -> None:
     count = by_lane(200, 3_000, 100_000)
     output = output_of(
         "-m", "tests.faults.strangers", count, 37, MOST_MEMORY, MOST_SECONDS, timeout=20_000

@@ -1,8 +1,8 @@
-"""Headers and objects that nobody would write by mistake: believed only if everybody would.
+"""Hostile headers and objects are accepted only if safetensors accepts them, too.
 
 Each mutant (see `mutating`) is read by this library and by safetensors itself. What this library
-accepts, safetensors accepts too, and finds the same tensors in; what it refuses, it refuses with
-an error that names the file. Seeds are printed on failure.
+accepts, safetensors accepts with the same tensors; what it refuses, it refuses with an error that
+names the file. Seeds are printed on failure.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from tests.store.helpers import assert_group, open_store, pages
 from tierstore import CorruptDataError, TierStoreError, TransferError
 from tierstore.model import header as headers
 from tierstore.model import objects
-from tierstore.model.header import LENGTH_BYTES, Entry, Header, header_is_intact, header_length
+from tierstore.model.header import (
+    LENGTH_BYTES,
+    Entry,
+    Header,
+    header_length,
+    header_matches_checksum,
+)
 from tierstore.model.objects import StoredObject, decode_object
 from tierstore.model.scanning import Scanner
 from tierstore.system.views import view_one
@@ -44,7 +50,7 @@ SEED = 20
 
 
 class Wrong(AssertionError):
-    """What a mutant has shown."""
+    """The result of one mutant."""
 
 
 def expect(holds: bool, mutant: Mutant, what: str) -> None:
@@ -69,7 +75,7 @@ def read(raw: bytes, ours: bool) -> tuple[Header, StoredObject | None]:
 
 
 def objects_are_intact(head: bytes, header: Header) -> bool:
-    return header_is_intact(head, header)
+    return header_matches_checksum(head, header)
 
 
 def judge(mutant: Mutant) -> str:
@@ -142,7 +148,7 @@ def _look_at(mutant: Mutant, stored: StoredObject) -> None:
 
 @dataclass
 class Tally:
-    """What became of mutants."""
+    """The results of all mutants."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
 
@@ -167,7 +173,7 @@ def test_every_seed_is_accepted() -> None:
 
 
 @pytest.mark.parametrize("part", range(10))
-def test_whatever_is_believed_safetensors_believes_too(part: int) -> None:
+def test_header_accepted_is_accepted_by_safetensors(part: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with watched() as seen:
         tally = judged(by_lane(2_000, 2_000, 20_000), SEED + part)
@@ -189,16 +195,16 @@ def test_whatever_is_believed_safetensors_believes_too(part: int) -> None:
 
 def any_names(scanner: Scanner, most: int) -> Iterator[str]:
     """`Scanner.members` without the look at names that occur twice."""
-    scanner.take(b"{")
-    if scanner.finds(b"}"):
+    scanner.expect(b"{")
+    if scanner.accept(b"}"):
         return
     while True:
         name = scanner.text()
-        scanner.take(b":")
+        scanner.expect(b":")
         yield name
-        if scanner.finds(b"}"):
+        if scanner.accept(b"}"):
             return
-        scanner.take(b",")
+        scanner.expect(b",")
 
 
 LAXER: dict[str, tuple[object, str, object, str]] = {
@@ -225,7 +231,7 @@ ANYTHING = _Anything()
 
 
 @pytest.mark.parametrize("kind", LAXER)
-def test_a_laxer_reader_is_caught(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_laxer_reader_is_caught(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     place, name, laxer, what = LAXER[kind]
     monkeypatch.setattr(place, name, laxer)
     with pytest.raises(Wrong, match=what):
@@ -306,7 +312,7 @@ def _explained(mutant: Mutant, error: TierStoreError) -> str:
 
 
 @pytest.mark.timeout(1800)
-def test_a_store_serves_nothing_else_and_opens_nothing_else(tmp_path: Path, warm: None) -> None:
+def test_store_serves_and_opens_only_valid_files(tmp_path: Path, warm: None) -> None:
     outcomes: Counter[str] = Counter()
     with watched() as seen:
         for mutant in mutants(random.Random(SEED), by_lane(50, 150, 5000)):
@@ -319,7 +325,7 @@ def test_a_store_serves_nothing_else_and_opens_nothing_else(tmp_path: Path, warm
     print(outcomes)
 
 
-def test_who_watches_would_see_it(tmp_path: Path) -> None:
+def test_watcher_would_see_other_opens(tmp_path: Path) -> None:
     """The control: of what is watched for."""
     with watched() as seen:
         (tmp_path / "inside").write_bytes(b"")
@@ -449,7 +455,7 @@ WORST = [
 
 
 @pytest.mark.timeout(1800)
-def test_what_is_large_costs_neither_memory_nor_time(tmp_path: Path) -> None:
+def test_large_claims_cost_neither_memory_nor_time(tmp_path: Path) -> None:
     wanted = by_lane(WORST[::3], WORST, [])
     output = output_of("-c", LARGE, tmp_path, *wanted, timeout=600)
     rows = [line.split("|") for line in output.splitlines()]

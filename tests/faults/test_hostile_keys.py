@@ -79,7 +79,7 @@ ILLEGAL: list[tuple[Any, type[Exception]]] = [
 NAMES = [name for name in LEGAL if len(name) < 100] + ["", "x" * 5000]
 
 
-def test_every_legal_key_is_its_own_and_survives(disk_dir: Path) -> None:
+def test_every_legal_key_is_distinct_and_survives(disk_dir: Path) -> None:
     assert len(set(LEGAL)) == len(LEGAL)
     folded = [unicodedata.normalize("NFKC", key).casefold() for key in LEGAL]
     assert len(set(folded)) < len(LEGAL) - 5, "none of them could be taken for another"
@@ -113,7 +113,7 @@ def test_every_legal_key_is_its_own_and_survives(disk_dir: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "kind"), ILLEGAL, ids=lambda value: ascii(value)[:30])
-def test_an_illegal_key_changes_nothing(key: Any, kind: type[Exception], disk_dir: Path) -> None:
+def test_illegal_key_changes_nothing(key: Any, kind: type[Exception], disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("there", pages(1))
         with pytest.raises(kind) as error:
@@ -128,7 +128,7 @@ def test_an_illegal_key_changes_nothing(key: Any, kind: type[Exception], disk_di
         assert_group(store.get("there"), pages(1))
 
 
-def test_names_of_tensors_are_data_too(disk_dir: Path) -> None:
+def test_tensor_names_are_only_data(disk_dir: Path) -> None:
     group = {name: torch.full((i + 1,), float(i)) for i, name in enumerate(NAMES)}
     with open_store(disk_dir, 64 * PAGE) as store:
         store.put("group", group)
@@ -144,7 +144,7 @@ def test_names_of_tensors_are_data_too(disk_dir: Path) -> None:
         assert store.keys() == ["group"]
 
 
-def test_names_in_a_checkpoint_lead_nowhere(tmp_path: Path, disk_dir: Path) -> None:
+def test_checkpoint_names_lead_nowhere(tmp_path: Path, disk_dir: Path) -> None:
     path = tmp_path / "model.safetensors"
     names = [name for name in NAMES if name not in ("", "__metadata__") and len(name) < 1000]
     save_file({name: pages(i) for i, name in enumerate(names)}, path)
@@ -156,9 +156,7 @@ def test_names_in_a_checkpoint_lead_nowhere(tmp_path: Path, disk_dir: Path) -> N
     assert not seen.outside(tmp_path)
 
 
-def test_a_name_that_can_be_no_key_is_refused_with_the_whole_checkpoint(
-    tmp_path: Path, disk_dir: Path
-) -> None:
+def test_name_that_can_be_no_key_refuses_the_checkpoint(tmp_path: Path, disk_dir: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"fine": pages(1), "x" * 5000: pages(2)}, path)
     with open_store(disk_dir) as store:
@@ -167,7 +165,7 @@ def test_a_name_that_can_be_no_key_is_refused_with_the_whole_checkpoint(
         assert store.keys() == []
 
 
-def test_no_terminal_obeys_a_key_or_a_name(disk_dir: Path) -> None:
+def test_terminal_obeys_no_key_or_name(disk_dir: Path) -> None:
     nasty = [key for key in LEGAL if not key.isprintable() or "[" in key or key == "\xe9" * 512]
     assert len(nasty) > 12
     with open_store(disk_dir) as store:
@@ -186,7 +184,7 @@ def test_no_terminal_obeys_a_key_or_a_name(disk_dir: Path) -> None:
         assert found is None, (words, found, done.output)
 
 
-def test_what_is_printed_as_it_is_would_steer_it(disk_dir: Path, monkeypatch: Any) -> None:
+def test_unescaped_output_would_steer_a_terminal(disk_dir: Path, monkeypatch: Any) -> None:
     """The control: it is the escaping that saves the terminal."""
     monkeypatch.setattr("tierstore.model.formatting.printable", lambda text: text)
     with open_store(disk_dir) as store:
@@ -194,7 +192,7 @@ def test_what_is_printed_as_it_is_would_steer_it(disk_dir: Path, monkeypatch: An
     assert "\u202e" in CliRunner().invoke(inspector, ["show", str(disk_dir), "a\u202eb"]).output
 
 
-def test_an_error_of_a_damaged_object_shows_its_key_harmlessly(disk_dir: Path) -> None:
+def test_damaged_object_error_escapes_its_key(disk_dir: Path) -> None:
     key = "a\x1b[31m" + "b" * 1000
     with open_store(disk_dir) as store:
         store.put(key, pages(1))

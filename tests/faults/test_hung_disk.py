@@ -1,7 +1,7 @@
-"""A disk that does not answer any more: nobody waits longer than they want to.
+"""A hung disk: no call waits longer than its timeout.
 
-The file system is one in user space whose server is stopped, and the store is in a process of its
-own, which is killed if it does not end. So nothing here can hang.
+The file system is one in user space whose server is stopped, and the store is in a separate
+process, which is killed if it does not end. So nothing here can hang.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def file_system(tmp_path: Path) -> Iterator[FailingFileSystem]:
 
 
 def run_part(part: str, file_system: FailingFileSystem) -> dict[str, Any]:
-    """What was found out, by name; with "stuck" if it did not end."""
+    """Results by name; "stuck" if the process did not end."""
     command = [sys.executable, "-m", "tests.faults.hanging", str(file_system.at / "store"), part]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
@@ -73,13 +73,13 @@ def while_getting(file_system: FailingFileSystem) -> dict[str, Any]:
 
 
 def assert_timed_out(outcome: dict[str, Any]) -> None:
-    """It was told in the exception that is for it, when it was time."""
+    """Check that the call raised its documented exception in time."""
     assert outcome["ended"] == "raised", outcome
     assert {"StoreTimeoutError", "TierStoreError", "TimeoutError"} <= set(outcome["names"])
     assert SOON <= outcome["after"] < SOON + 30, outcome
 
 
-def test_calls_end_when_they_are_told_to_and_what_is_in_memory_is_served(
+def test_hung_disk_calls_time_out_and_memory_is_served(
     while_getting: dict[str, Any],
 ) -> None:
     found = while_getting
@@ -99,10 +99,9 @@ def test_calls_end_when_they_are_told_to_and_what_is_in_memory_is_served(
 
 @pytest.mark.long(
     "waits for a minute until each kind of threads is given up",
-    sentinel="tests/faults/test_hung_disk.py"
-    "::test_calls_end_when_they_are_told_to_and_what_is_in_memory_is_served",
+    sentinel="tests/faults/test_hung_disk.py::test_hung_disk_calls_time_out_and_memory_is_served",
 )
-def test_a_store_is_closed_though_its_disk_does_not_answer(file_system: FailingFileSystem) -> None:
+def test_hung_disk_store_closes(file_system: FailingFileSystem) -> None:
     found = run_part("closing", file_system)
     assert "stuck" not in found, found
     assert found["closed"]["ended"] == "raised", "what is not on disk was passed over in silence"
@@ -112,7 +111,7 @@ def test_a_store_is_closed_though_its_disk_does_not_answer(file_system: FailingF
     assert found["code"] == 0, "the process did not end as it should"
 
 
-def test_the_disk_really_hangs(file_system: FailingFileSystem) -> None:
+def test_hung_disk_really_hangs(file_system: FailingFileSystem) -> None:
     """The control: a process that reads there does not end before the disk answers again."""
     (file_system.at / "file").write_bytes(b"bytes")
     command = [sys.executable, "-c", f"open({str(file_system.at / 'file')!r}).read()"]

@@ -87,7 +87,7 @@ def test_open_of_a_hung_file_stops_its_worker_alone(
         assert raw.arena(answer) == CONTENT
 
 
-def test_worker_of_a_hung_file_hangs_up_and_has_left(
+def test_worker_of_a_hung_file_can_disconnect(
     service: ThreadService, file: HungFile, tmp_path: Path
 ):
     (tmp_path / "good").write_bytes(CONTENT)
@@ -103,7 +103,9 @@ def test_worker_of_a_hung_file_hangs_up_and_has_left(
     check_served(service, tmp_path)
 
 
-def test_close_of_a_hung_file_stops_nobody(service: ThreadService, file: HungFile, tmp_path: Path):
+def test_close_of_a_hung_file_blocks_no_other_worker(
+    service: ThreadService, file: HungFile, tmp_path: Path
+):
     with RawWorker(service.socket) as raw:
         file.send(raw)
         raw.ping()

@@ -52,7 +52,7 @@ class Scene:
         store.flush()
 
     def prepare(self) -> None:
-        """What every action finds."""
+        """Return the value that every action finds."""
         self.turn += 1
         self.store.put("changing", value(self.turn))
         self.store.put("leaving", value(self.turn))
@@ -117,7 +117,7 @@ class Scene:
         with store.acquire("state", timeout=self.patience) as lease:
             state = lease.tensors["a"].cpu()
             assert (state == state[0]).all()
-        del lease, state  # whoever still looks at memory has the store wait for it
+        del lease, state  # the store waits for memory that is still viewed
         store.put("all there is", torch.zeros(BUDGET // 4), durable=False, timeout=self.patience)
         with store.acquire("all there is", timeout=self.patience) as lease:
             assert not lease.tensor.any()
@@ -164,7 +164,7 @@ def turns(scene: Scene, action: Callable[[Scene], Any], stride: int) -> Iterator
         turn += stride
 
 
-# An interrupt in a finalizer goes no further; pytest would tell of it.
+# An interrupt in a finalizer goes no further; pytest would report it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
@@ -177,7 +177,7 @@ def turns(scene: Scene, action: Callable[[Scene], Any], stride: int) -> Iterator
     ],
 )
 @pytest.mark.timeout(4 * 3600)
-def test_an_interrupt_at_any_instruction_leaves_the_store_whole(
+def test_interrupt_at_any_instruction_leaves_the_store_whole(
     device: str, action: Callable[[Scene], Any], quick_dir: Path
 ) -> None:
     budget = {"device_budget": BUDGET} if device != "cpu" else {}
@@ -197,7 +197,7 @@ def test_an_interrupt_at_any_instruction_leaves_the_store_whole(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_without_mending_an_interrupt_leaves_it_torn(
+def test_interrupt_without_rebuild_leaves_it_torn(
     quick_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: the same, with a store that does not mend what was cut short."""
@@ -215,7 +215,7 @@ def test_without_mending_an_interrupt_leaves_it_torn(
     core_of(store).finalizer()
 
 
-def test_a_lock_in_a_with_statement_may_never_be_given_back() -> None:
+def test_lock_in_a_with_statement_may_never_be_released() -> None:
     """The control of what locks are taken with: why `with lock:` is not enough."""
     lock, other = threading.RLock(), threading.RLock()
     place = {"__name__": "inside"}
@@ -233,8 +233,8 @@ def test_a_lock_in_a_with_statement_may_never_be_given_back() -> None:
     assert kept == 0
 
 
-def test_an_error_of_the_library_in_a_step_needs_no_mending(quick_dir: Path) -> None:
-    """What is learned of the order of use would be lost."""
+def test_library_error_in_a_step_needs_no_rebuild(quick_dir: Path) -> None:
+    """Check that no learned order would be lost."""
     with TierStore(BUDGET, quick_dir, device="cpu") as store:
         before = core_of(store).planner
         with pytest.raises(UnknownKeyError):

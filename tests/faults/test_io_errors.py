@@ -25,7 +25,7 @@ from tierstore.tiers.reading import DiskReader
 from tierstore.tiers.spill import Spill
 
 Missing = Callable[[], AbstractContextManager[Any]]
-"""What takes a protection away."""
+"""Remove a protection."""
 
 ALL = [(fault, once) for fault in FAULTS for once in (True, False)]
 BRIEF = [("EIO", True), ("short", False)]
@@ -33,7 +33,7 @@ BRIEF = [("EIO", True), ("short", False)]
 
 @ONE_IN_THREE
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_every_call_that_fails_is_told_or_made_good(name: str, quick_dir: Path) -> None:
+def test_system_call_failure_raises_or_is_recovered(name: str, quick_dir: Path) -> None:
     sweep = Sweep(name, quick_dir)
     counts = {
         fault: sweep.every_call(fault[0], once=fault[1]) for fault in by_lane(BRIEF[:1], BRIEF, ALL)
@@ -82,8 +82,10 @@ def nothing_is_compared() -> Iterator[None]:
 
 @contextmanager
 def one_close_only() -> Iterator[None]:
-    """Of a file that is written to, which has two descriptors, the second is left open if the
-    first could not be closed."""
+    """Known leak: a writable file has two descriptors.
+
+    If the first cannot be closed, the second stays open.
+    """
     left: set[str | None] = set()
 
     def close(call: Call) -> None:
@@ -131,7 +133,7 @@ CONTROLS: dict[str, tuple[str, str, bool, Missing]] = {
         "spilling",
         "EIO",
         True,
-        lambda: patched(Spill, "give_back", failing_give_back),
+        lambda: patched(Spill, "release", failing_give_back),
     ),
     "nobody is told what has failed": (
         "getting what is on disk",
@@ -143,7 +145,7 @@ CONTROLS: dict[str, tuple[str, str, bool, Missing]] = {
 
 
 @pytest.mark.parametrize("control", CONTROLS)
-def test_a_protection_that_is_missing_is_noticed(control: str, quick_dir: Path) -> None:
+def test_missing_protection_is_noticed(control: str, quick_dir: Path) -> None:
     name, fault, once, missing = CONTROLS[control]
     sweep = Sweep(name, quick_dir, missing)
     with pytest.raises(AssertionError):

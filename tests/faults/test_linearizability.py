@@ -114,7 +114,7 @@ UNSOUND: dict[str, tuple[int | None, list[Operation]]] = {
 
 
 @pytest.mark.parametrize("name", SOUND)
-def test_a_sound_history_has_an_order(name: str) -> None:
+def test_sound_history_has_an_order(name: str) -> None:
     start, operations = SOUND[name]
     found = order(start, operations)
     assert found is not None
@@ -123,7 +123,7 @@ def test_a_sound_history_has_an_order(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", UNSOUND)
-def test_an_unsound_history_has_none(name: str) -> None:
+def test_unsound_history_has_none(name: str) -> None:
     start, operations = UNSOUND[name]
     assert order(start, operations) is None
     with pytest.raises(AssertionError, match="key: no order"):
@@ -142,7 +142,7 @@ def assert_explains(found: list[Operation], start: int | None, given: list[Opera
 
 
 def by_trying(start: int | None, operations: list[Operation]) -> bool:
-    """Whether any order of them fits: all are tried."""
+    """Return whether any order of them fits, by trying all."""
     sure = [op for op in operations if not op.maybe]
     perhaps = [op for op in operations if op.maybe]
     for count in range(len(perhaps) + 1):
@@ -166,7 +166,7 @@ def random_operation(rng: random.Random) -> Operation:
     return Operation(begin, inf if maybe else end, found, left, maybe=maybe, only=only)
 
 
-def test_it_judges_as_trying_every_order_does() -> None:
+def test_checker_agrees_with_trying_every_order() -> None:
     verdicts = []
     for seed in range(500):
         rng = random.Random(seed)
@@ -180,13 +180,13 @@ def test_it_judges_as_trying_every_order_does() -> None:
     assert 60 < sum(verdicts) < 440
 
 
-def test_what_is_too_wild_is_not_called_sound() -> None:
+def test_checker_calls_undecided_histories_unsound() -> None:
     puts = [put(i, 1000, i) for i in range(40)]
     with pytest.raises(Undecided):
         order(None, [*puts, get(2000, 2001, 99)], limit=1000)
 
 
-def test_a_history_is_cut_where_nobody_does_anything() -> None:
+def test_history_is_split_at_idle_moments() -> None:
     history = History()
     begin = history.now()
     history.add("key", begin, Some.ANY, 5, "one")

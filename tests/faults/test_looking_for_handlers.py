@@ -20,8 +20,8 @@ def never_inside() -> bool:
 
 
 def section() -> None:
-    signal_handlers.look_again()
-    signal_handlers.let_go(signal_handlers.hold(never_inside, nested=False))
+    signal_handlers.request_refresh()
+    signal_handlers.release(signal_handlers.hold(never_inside, nested=False))
 
 
 def come_and_go(where: str = "") -> None:
@@ -45,11 +45,11 @@ def same_handlers() -> Iterator[None]:
     section()
 
 
-def test_look_survives_a_nested_call_anywhere() -> None:
+def test_handler_search_survives_a_nested_call_anywhere() -> None:
     visits = 0
     for instruction in range(NEVER):
         come_and_go()  # leaves entries that the next look forgets
-        signal_handlers.look_again()
+        signal_handlers.request_refresh()
 
         def nested(where: str) -> None:
             section()  # forgets them

@@ -1,4 +1,4 @@
-"""Whatever the umask is, nobody else may write to what is made here."""
+"""Files and directories made here are writable by their owner only, under any umask."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def modes(place: Path) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_directories_above_a_store_are_its_owners(mask: int, tmp_path: Path) -> None:
+def test_parent_directories_are_created_private(mask: int, tmp_path: Path) -> None:
     with umask(mask), open_store(tmp_path / "a" / "b" / "store") as store:
         store.put("k", torch.ones(3))
         store.flush()
@@ -44,7 +44,7 @@ def test_directories_above_a_store_are_its_owners(mask: int, tmp_path: Path) -> 
         assert mode == (0o700 if (tmp_path / name).is_dir() else 0o600), f"{name}: {mode:o}"
 
 
-def test_directories_that_are_there_are_left_as_they_are(tmp_path: Path) -> None:
+def test_existing_directories_keep_their_modes(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a").chmod(0o750)
     open_store(tmp_path / "a" / "store").close()
@@ -56,7 +56,7 @@ def _others_write(found: dict[str, int]) -> list[str]:
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_a_saved_training_is_written_by_its_owner_only(
+def test_saved_training_is_writable_by_its_owner_only(
     mask: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     under_way: dict[str, int] = {}
@@ -85,7 +85,7 @@ PARTS = (".metadata", "__0_1.distcp")
 
 
 @pytest.mark.parametrize("mask", MASKS)
-def test_an_export_is_written_by_its_owner_only(mask: int, tmp_path: Path) -> None:
+def test_export_is_writable_by_its_owner_only(mask: int, tmp_path: Path) -> None:
     with umask(mask):
         export_safetensors(tmp_path / "a" / "model", nn.Linear(2, 3))
     found = modes(tmp_path)
@@ -93,15 +93,13 @@ def test_an_export_is_written_by_its_owner_only(mask: int, tmp_path: Path) -> No
     assert all(mode & 0o400 for mode in found.values())
 
 
-def test_what_is_made_without_care_is_noticed(tmp_path: Path) -> None:
+def test_careless_modes_are_noticed(tmp_path: Path) -> None:
     with umask(0):
         os.makedirs(tmp_path / "a" / "b", mode=0o700)
     assert _others_write(modes(tmp_path)) == ["a"]
 
 
-def test_the_notes_of_the_command_are_its_users(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_notes_are_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
     with umask(0):
         assert remember(tmp_path, 1e9).is_relative_to(tmp_path)

@@ -1,7 +1,7 @@
-"""Things that somebody put in a store's directory, or in the place of a checkpoint.
+"""Planted files in a store's directory, or in place of a checkpoint.
 
-Under every name that the store uses lies something that it did not put there. It is refused with an
-error, or left alone; what a link leads to is neither opened nor changed, and nobody waits for it.
+Foreign files lie under every name that the store uses. They are refused with an error, or left
+alone; link targets are neither opened nor changed, and no call blocks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.faults.watching import watched
 from tests.helpers.engine import core_of
 from tests.helpers.files import object_file, open_files
 from tests.helpers.processes import output_of
-from tests.helpers.system_calls import Call, no_chance, refusing_opens, system_call
+from tests.helpers.system_calls import Call, random_bytes_zero, rejecting_opens, system_call
 from tests.store.helpers import (
     PAGE,
     PATIENCE,
@@ -51,7 +51,7 @@ KEY, OTHER = "key", "other"
 GUESSED = "00" * 8
 
 
-# What lies there ---------------------------------------------------------------------------------
+# Planted files -----------------------------------------------------------------------------------
 
 
 class Victims:
@@ -228,7 +228,7 @@ def made(disk_dir: Path) -> None:
 
 
 @anything_anywhere
-def test_what_was_planted_is_refused_or_left_alone(
+def test_planted_file_is_refused_or_left_alone(
     place: str, kind: str, disk_dir: Path, victims: Victims
 ) -> None:
     made(disk_dir)
@@ -238,7 +238,7 @@ def test_what_was_planted_is_refused_or_left_alone(
         shutil.move(planted, aside)
     KINDS[kind](planted, victims)
     refused: list[TierStoreError] = []
-    with no_chance(), watched() as seen:  # what was planted has the very name of a draft
+    with random_bytes_zero(), watched() as seen:  # what was planted has the very name of a draft
         in_time(lambda: refused.extend(use(disk_dir)))
     told = (str(disk_dir), "the store has no group")
     assert all(any(part in str(error) for part in told) for error in refused), refused
@@ -269,7 +269,7 @@ def remove(path: Path) -> None:
 
 @pytest.mark.full("the place, and what lies there; a store meets each in each lane", keep="a third")
 @anything_anywhere
-def test_the_command_leaves_alone_what_was_planted(
+def test_command_leaves_planted_files_alone(
     place: str, kind: str, disk_dir: Path, victims: Victims
 ) -> None:
     made(disk_dir)
@@ -289,16 +289,20 @@ def test_the_command_leaves_alone_what_was_planted(
     assert not [path for path in seen.opened() if path.startswith(str(victims.place))]
 
 
-def test_a_spill_file_that_needs_a_name_takes_no_other(tmp_path: Path, victims: Victims) -> None:
-    """Where there are no files without a name."""
+def test_spill_file_with_a_taken_name_uses_another(tmp_path: Path, victims: Victims) -> None:
+    """Simulate a file system without unnamed files."""
     (tmp_path / f".spill-{os.getpid()}-{GUESSED}").symlink_to(victims.file)
-    with no_chance(), refusing_opens(os.O_TMPFILE), pytest.raises((OSError, TransferError)):
+    with (
+        random_bytes_zero(),
+        rejecting_opens(os.O_TMPFILE),
+        pytest.raises((OSError, TransferError)),
+    ):
         anonymous_file(str(tmp_path))
 
 
 @pytest.mark.needs("root")
 @pytest.mark.parametrize("kind", KINDS)
-def test_speeds_of_disks_that_were_planted(kind: str, tmp_path: Path, victims: Victims) -> None:
+def test_planted_disk_speeds_are_ignored(kind: str, tmp_path: Path, victims: Victims) -> None:
     path = cache_file()
     remove(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -354,7 +358,7 @@ def open_place() -> Iterator[Path]:
 
 @pytest.mark.full("a process of another user; one that is refused is in each lane")
 @pytest.mark.needs("other-users")
-def test_a_directory_of_its_own_is_used_and_closed_to_others(open_place: Path) -> None:
+def test_own_directory_is_used_and_closed_to_others(open_place: Path) -> None:
     open_place.chmod(0o777)
     disk_dir = open_place / "store"
     assert as_somebody(disk_dir) == "used\n"
@@ -365,7 +369,7 @@ def test_a_directory_of_its_own_is_used_and_closed_to_others(open_place: Path) -
 
 
 @pytest.mark.needs("other-users")
-def test_a_directory_that_belongs_to_somebody_else_and_is_open_to_all(open_place: Path) -> None:
+def test_foreign_world_writable_directory_raises(open_place: Path) -> None:
     disk_dir = open_place / "store"
     disk_dir.mkdir()
     disk_dir.chmod(0o777)
@@ -377,11 +381,10 @@ def test_a_directory_that_belongs_to_somebody_else_and_is_open_to_all(open_place
 @pytest.mark.needs("other-users")
 @pytest.mark.long(
     "a process of another user for each part",
-    sentinel="tests/faults/test_planted_files.py"
-    "::test_a_directory_that_belongs_to_somebody_else_and_is_open_to_all",
+    sentinel="tests/faults/test_planted_files.py::test_foreign_world_writable_directory_raises",
 )
 @pytest.mark.parametrize("name", ["LOCK", MARKER, "objects", "tmp"])
-def test_a_part_that_belongs_to_somebody_else(name: str, open_place: Path) -> None:
+def test_foreign_owned_part_raises(name: str, open_place: Path) -> None:
     disk_dir = open_place / "store"
     made(disk_dir)
     for path in [disk_dir, *disk_dir.rglob("*")]:
@@ -396,7 +399,7 @@ def test_a_part_that_belongs_to_somebody_else(name: str, open_place: Path) -> No
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o027, 0o077])
-def test_a_whole_store_is_its_owners_alone(mask: int, disk_dir: Path) -> None:
+def test_whole_store_is_private_to_its_owner(mask: int, disk_dir: Path) -> None:
     before = os.umask(mask)
     try:
         with open_store(disk_dir, 4 * PAGE) as store:
@@ -434,7 +437,7 @@ def test_a_whole_store_is_its_owners_alone(mask: int, disk_dir: Path) -> None:
 )
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json"])
 @pytest.mark.needs("root")
-def test_a_checkpoint_that_is_none_keeps_nobody_waiting(
+def test_special_file_as_checkpoint_does_not_block(
     kind: str, name: str, tmp_path: Path, victims: Victims
 ) -> None:
     place = tmp_path / "checkpoint"
@@ -483,7 +486,7 @@ CHANGES = [replace_by_link, replace_by_link_to_a_copy, replace_by_pipe, cut_off,
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_checkpoint_that_is_replaced_while_it_is_read(
+def test_checkpoint_replaced_during_a_read_raises(
     change: Callable[[Path, Victims], None], tmp_path: Path, disk_dir: Path, victims: Victims
 ) -> None:
     """Readers get the old bytes or an error that says so; and afterwards only one of the two."""
@@ -530,7 +533,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(
 
 
 @pytest.mark.parametrize("change", [edit_in_place, cut_off, replace_by_pipe, replace_by_link])
-def test_an_object_that_is_changed_after_it_was_read_once(
+def test_object_changed_after_its_first_read_raises(
     change: Callable[[Path, Victims], None], disk_dir: Path, victims: Victims
 ) -> None:
     """Its checksum was right at the first read: that is no reason to believe it for ever."""
@@ -547,7 +550,7 @@ def test_an_object_that_is_changed_after_it_was_read_once(
             assert error.key == KEY
 
 
-def test_without_the_stamp_the_change_is_served(
+def test_object_change_without_stamp_check_is_served(
     tmp_path: Path, disk_dir: Path, victims: Victims
 ) -> None:
     """The control: it is the check that notices."""
@@ -563,7 +566,7 @@ def test_without_the_stamp_the_change_is_served(
             assert_same(found, pages(7, 4))
 
 
-def test_without_the_flag_a_link_is_followed(disk_dir: Path, victims: Victims) -> None:
+def test_link_without_nofollow_is_followed(disk_dir: Path, victims: Victims) -> None:
     """The control: who watches sees it."""
     made(disk_dir)
     path = object_file(disk_dir, KEY)

@@ -46,7 +46,7 @@ Found = dict[str | None, list[Cut]]
 
 
 def results(plans: Sequence[replaying.Plan]) -> list[list[Cut]]:
-    """What came of each plan: one process has seen them all."""
+    """Return the results of each plan, from one process."""
     told = json.dumps([asdict(plan) for plan in plans])
     output = output_of("-m", "tests.faults.replaying", told, timeout=PATIENCE)
     found: list[list[Cut]] = [[] for _ in plans]
@@ -78,7 +78,7 @@ def cut_within_a_commit(directory: Path) -> Iterator[TierStore]:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.needs(kind)) for kind in ON_EACH]
 )
-def test_a_directory_that_could_not_be_synced_is_told_of(kind: str, quick_dir: Path) -> None:
+def test_flush_with_failed_directory_sync_raises(kind: str, quick_dir: Path) -> None:
     image, at = quick_dir / f"told-{kind}", quick_dir / "at"
     make_image(image, kind)
     with loop_mounted(image, at) as directory, cut_within_a_commit(directory) as store:
@@ -90,7 +90,7 @@ def test_a_directory_that_could_not_be_synced_is_told_of(kind: str, quick_dir: P
 
 
 @pytest.mark.needs("xfs")
-def test_who_believes_a_sync_of_xfs_that_has_shut_down_loses_what_it_acknowledges(
+def test_xfs_shutdown_with_sync_believed_loses_data(
     quick_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     image, at = quick_dir / "believed", quick_dir / "at"
@@ -111,7 +111,7 @@ def test_who_believes_a_sync_of_xfs_that_has_shut_down_loses_what_it_acknowledge
     params=[pytest.param(kind, marks=pytest.mark.needs("fuse", kind)) for kind in ON_EACH],
 )
 def replays(request: pytest.FixtureRequest, quick_dir: Path, first_seed: int) -> Found:
-    """What came of replayed states of one kind of file system: with all syncs, without some."""
+    """Return the results of replayed states of a file system: with all syncs, and without some."""
     kind, place, count = request.param, str(quick_dir), by_lane(4, 8, 30)
     seeds = range(first_seed, first_seed + by_lane(1, 1, 10))
     plans = [replaying.Plan(kind, place, count, seed) for seed in seeds]
@@ -127,7 +127,7 @@ def replays(request: pytest.FixtureRequest, quick_dir: Path, first_seed: int) ->
 
 @pytest.mark.full("replays a disk; test_crash_states.py has all that POSIX allows")
 @ON_EXT4
-def test_no_disk_without_some_of_its_last_writes_breaks_a_promise(replays: Found) -> None:
+def test_replay_without_unflushed_writes_breaks_no_promise(replays: Found) -> None:
     found = replays[None]
 
     assert_promises_hold(found)
@@ -138,9 +138,7 @@ def test_no_disk_without_some_of_its_last_writes_breaks_a_promise(replays: Found
 @pytest.mark.full("replays a disk; test_crash_states.py has all that POSIX allows")
 @CONTROLS_ON_EXT4
 @pytest.mark.parametrize("without", CONTROLS)
-def test_without_a_sync_the_same_disks_have_lost_what_was_acknowledged(
-    without: str, replays: Found
-) -> None:
+def test_replay_without_a_sync_loses_acknowledged_data(without: str, replays: Found) -> None:
     assert any(cut.lost_a_value for cut in replays[without]), replays[without]
 
 
@@ -148,7 +146,7 @@ def test_without_a_sync_the_same_disks_have_lost_what_was_acknowledged(
 
 
 class Failing:
-    """A file system on a disk that fails when it is told to."""
+    """A file system on a disk that fails on command."""
 
     def __init__(self, device: Device, at: Path) -> None:
         self.device = device
@@ -171,16 +169,17 @@ def failing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Failing]
 
 
 CACHED, DIRECT = 6, 9
-"""Numbers of values: the first one is written through the system's cache, so that the sync fails;
-the second one past it, so that the write does."""
+"""Numbers of values.
+
+The first is written through the page cache, so that the sync fails; the second by direct I/O, so
+that the write does.
+"""
 KEY = "refused"
-"""Stands at the start of its file: a loop device does not tell of a write that fails further on."""
+"""Key at the start of its file: a loop device does not report a failed write further on."""
 
 
 @pytest.mark.parametrize("number", [CACHED, DIRECT], ids=["sync", "write"])
-def test_what_a_disk_refused_is_told_and_written_anew_when_it_is_well(
-    number: int, failing: Failing
-) -> None:
+def test_disk_refusal_raises_and_is_rewritten_once_healed(number: int, failing: Failing) -> None:
     with failing.mounted() as disk_dir:
         store = TierStore(BUDGET, disk_dir, device="cpu")
         store.put(KEY, value(KEY, 1))
@@ -197,7 +196,7 @@ def test_what_a_disk_refused_is_told_and_written_anew_when_it_is_well(
         assert contents(disk_dir) == ({KEY: (KEY, number)}, [])
 
 
-def test_what_a_disk_refused_is_as_it_was_when_nobody_writes_it_anew(failing: Failing) -> None:
+def test_disk_refusal_without_rewrite_leaves_the_old_value(failing: Failing) -> None:
     with failing.mounted() as disk_dir:
         store = TierStore(BUDGET, disk_dir, device="cpu")
         store.put(KEY, value(KEY, 1))
@@ -210,7 +209,7 @@ def test_what_a_disk_refused_is_as_it_was_when_nobody_writes_it_anew(failing: Fa
         assert contents(disk_dir) == ({KEY: (KEY, 1)}, [])
 
 
-def test_who_syncs_again_is_told_that_all_is_well_and_has_lost_it(failing: Failing) -> None:
+def test_second_sync_after_a_refusal_reports_false_success(failing: Failing) -> None:
     with failing.mounted() as disk_dir:
         store = TierStore(BUDGET, disk_dir, device="cpu")
         store.put(KEY, value(KEY, CACHED))

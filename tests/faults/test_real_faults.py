@@ -59,7 +59,7 @@ def room_left(at: Path, what: str, spare: int) -> Callable[[World], object]:
 @ONE_IN_THREE
 @pytest.mark.needs("root", "tmpfs")
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_disk_that_is_full_is_told_and_nothing_is_lost(name: str, tmp_path: Path) -> None:
+def test_full_disk_raises_and_loses_nothing(name: str, tmp_path: Path) -> None:
     with tmpfs(tmp_path / "small") as at:
         sweep = Sweep(name, at)
         for spare in range(0, 12, by_lane(11, 5, 1)):
@@ -95,7 +95,7 @@ def next_descriptor() -> int:
 @ONE_IN_THREE
 @pytest.mark.needs("limits")
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_process_with_too_few_descriptors_is_told(name: str, tmp_path: Path) -> None:
+def test_process_out_of_descriptors_raises(name: str, tmp_path: Path) -> None:
     sweep = Sweep(name, tmp_path)
     sweep.surely_meets("nothing", no_fault)  # what is imported late is imported by now
     for spare in range(0, 12, by_lane(8, 4, 1)):
@@ -106,7 +106,7 @@ def test_a_process_with_too_few_descriptors_is_told(name: str, tmp_path: Path) -
 @ONE_IN_THREE
 @pytest.mark.needs("limits")
 @pytest.mark.parametrize("name", SYNCED)
-def test_files_that_may_not_grow_are_told(name: str, tmp_path: Path) -> None:
+def test_file_size_limit_raises(name: str, tmp_path: Path) -> None:
     sweep = Sweep(name, tmp_path)
     for size in range(0, 6 * PAGE, by_lane(3 * PAGE, 3 * PAGE, 1000)):
         lower = limited(resource.RLIMIT_FSIZE, lambda size=size: size)
@@ -136,7 +136,7 @@ store.close()
 
 @pytest.mark.full("shows hundreds of groups; test_readable_again.py meets the same limit")
 @pytest.mark.needs("limits")
-def test_what_weights_show_while_away_needs_no_descriptors(quick_dir: Path) -> None:
+def test_host_views_need_no_descriptors(quick_dir: Path) -> None:
     """Five hundred groups are shown at once, with 200 descriptors."""
     output_of("-c", FEW, quick_dir / "store", timeout=300)
 
@@ -146,7 +146,7 @@ def test_what_weights_show_while_away_needs_no_descriptors(quick_dir: Path) -> N
 
 @pytest.mark.needs("root", "read-only-mounts")
 @pytest.mark.parametrize("name", ["opening a new directory", "opening one with groups"])
-def test_a_store_on_a_read_only_mount_is_told_of(name: str, tmp_path: Path) -> None:
+def test_store_on_a_read_only_mount_raises(name: str, tmp_path: Path) -> None:
     (tmp_path / "real").mkdir()
     with mounted("--bind", tmp_path / "real", at=tmp_path / "mounted") as at:
 
@@ -163,7 +163,7 @@ def test_a_store_on_a_read_only_mount_is_told_of(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.needs("root", "read-only-mounts")
-def test_a_checkpoint_on_a_read_only_mount_is_as_good_as_any(tmp_path: Path) -> None:
+def test_checkpoint_on_a_read_only_mount_works(tmp_path: Path) -> None:
     sweep = Sweep("reading a checkpoint", tmp_path)
 
     @contextmanager
@@ -180,7 +180,7 @@ def test_a_checkpoint_on_a_read_only_mount_is_as_good_as_any(tmp_path: Path) -> 
 @pytest.mark.needs("root", "immutable-files")
 @pytest.mark.parametrize("name", ["replacing", "discarding", "closing with unsaved groups"])
 @pytest.mark.parametrize("what", ["objects", "tmp", "objects/*", "objects/*/*"])
-def test_what_was_made_immutable_is_told_of(name: str, what: str, tmp_path: Path) -> None:
+def test_immutable_files_raise(name: str, what: str, tmp_path: Path) -> None:
     chattr = program("chattr")
 
     @contextmanager
@@ -200,7 +200,7 @@ def test_what_was_made_immutable_is_told_of(name: str, what: str, tmp_path: Path
 @ONE_IN_THREE
 @pytest.mark.needs("root", "overlay")
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_an_overlay_is_as_good_as_any(name: str, tmp_path: Path) -> None:
+def test_store_on_an_overlay_works(name: str, tmp_path: Path) -> None:
     for layer in ("lower", "upper", "work"):
         (tmp_path / layer).mkdir()
     layers = ",".join(f"{layer}dir={tmp_path / layer}" for layer in ("lower", "upper", "work"))
@@ -209,7 +209,7 @@ def test_an_overlay_is_as_good_as_any(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("root", "overlay")
-def test_groups_in_the_lower_layer_are_replaced_and_discarded_above_it(tmp_path: Path) -> None:
+def test_overlay_lower_groups_are_replaced_and_discarded(tmp_path: Path) -> None:
     with TierStore("1MB", tmp_path / "lower" / "store", device="cpu") as store:
         store.put("a", tensors_of(1))
         store.put("b", tensors_of(2))
@@ -275,9 +275,7 @@ def test_interrupted_calls_are_repeated(disk_dir: Path) -> None:
         ("preadv,preadv2", "error=EIO", "TransferError"),
     ],
 )
-def test_calls_that_the_system_lets_fail_are_told(
-    call: str, fault: str, told: str, disk_dir: Path
-) -> None:
+def test_failing_system_calls_raise(call: str, fault: str, told: str, disk_dir: Path) -> None:
     """The control, too: what is injected arrives."""
     done = traced(disk_dir, call, fault)
     assert done.returncode == 1

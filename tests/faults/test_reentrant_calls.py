@@ -1,7 +1,7 @@
-"""A call of a store in the middle of another on the same thread works, or is told so at once.
+"""A reentrant call on the same thread works, or raises at once.
 
-It is made by finalizers and signal handlers, at every so many instructions of the library. In the
-default lane that is a sample.
+Finalizers and signal handlers make it, at every so many instructions of the library. The default
+lane runs a sample.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ ACTIONS = {
     "forward": (forward, 7),
     "training": (training_step, 29),
 }
-"""What is interrupted, and how much less often than the others: it is that much longer."""
+"""Interrupted actions, and by how much longer they are than the others."""
 
 actions = pytest.mark.parametrize("name", ACTIONS)
 
@@ -117,7 +117,7 @@ def sweep(
 
 
 def assert_unharmed(scene: Scene, calls: Calls, neighbour: Neighbour) -> None:
-    """Everything has its value, nothing is left behind, and nobody else has noticed."""
+    """Check that every value is right, nothing is left behind, and other threads are unaffected."""
     assert neighbour.errors == []
     assert calls.wrong == []
     stats = scene.store.stats() if not scene.store.closed else None
@@ -137,7 +137,7 @@ def assert_unharmed(scene: Scene, calls: Calls, neighbour: Neighbour) -> None:
     keep=["cpu-put", "cpu-get", "cpu-flush", "cpu-close", f"{ACCELERATOR}-update"],
 )
 @pytest.mark.timeout(4 * 3600)
-def test_a_finalizers_call_works_or_is_told(device: str, name: str, quick_dir: Path) -> None:
+def test_call_in_a_finalizer_works_or_raises(device: str, name: str, quick_dir: Path) -> None:
     store = open_store(quick_dir / "store", BUDGET, device)
     calls = Calls(store, quick_dir)
     with Neighbour(store) as neighbour:
@@ -157,7 +157,7 @@ def test_a_finalizers_call_works_or_is_told(device: str, name: str, quick_dir: P
     keep=["cpu-put", "cpu-get", "cpu-flush", "cpu-close", "cpu-training", f"{ACCELERATOR}-update"],
 )
 @pytest.mark.timeout(4 * 3600)
-def test_a_signal_handlers_call_works(device: str, name: str, quick_dir: Path) -> None:
+def test_call_in_a_signal_handler_works(device: str, name: str, quick_dir: Path) -> None:
     store = open_store(quick_dir / "store", BUDGET, device)
     calls = Calls(store, quick_dir)
     with Neighbour(store) as neighbour, Signalling(calls.make) as signalling:
@@ -169,7 +169,7 @@ def test_a_signal_handlers_call_works(device: str, name: str, quick_dir: Path) -
 
 
 @pytest.mark.timeout(4 * 3600)
-def test_save_training_in_a_handler_works_or_is_told(quick_dir: Path) -> None:
+def test_save_training_in_a_handler_works_or_raises(quick_dir: Path) -> None:
     """It works unless it came where the step itself has leased what is to be saved."""
     with open_store(quick_dir / "store", BUDGET) as store:
         torch.manual_seed(0)
@@ -200,11 +200,10 @@ def test_save_training_in_a_handler_works_or_is_told(quick_dir: Path) -> None:
         step()
 
 
-def test_without_the_check_a_finalizers_call_waits_for_itself(
+def test_call_in_a_finalizer_without_the_check_deadlocks(
     quick_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: the call joins the transaction in whose middle it comes, or waits under its
-    lock."""
+    """Show the control: the call joins the transaction it interrupts, or deadlocks on its lock."""
 
     def joined(lock: Any, action: Callable[[], Any]) -> Any:
         with lock:
@@ -230,9 +229,7 @@ def test_without_the_check_a_finalizers_call_waits_for_itself(
     core_of(store).finalizer()
 
 
-def test_handlers_that_are_not_held_back_are_told(
-    quick_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_handlers_not_deferred_raise(quick_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: without holding them back, their calls come in the middle of steps."""
     monkeypatch.setattr(signal_handlers, "hold", lambda inside, nested: [])
     store = open_store(quick_dir / "store", BUDGET)
@@ -244,7 +241,7 @@ def test_handlers_that_are_not_held_back_are_told(
     store.close()
 
 
-# What happens to single calls ---------------------------------------------------------------------
+# Single calls -------------------------------------------------------------------------------------
 
 
 def in_a_step(store: TierStore, act: Callable[[], None]) -> None:
@@ -261,7 +258,7 @@ def store(quick_dir: Path) -> Iterator[TierStore]:
         yield store
 
 
-def test_a_call_in_a_step_is_told_what_to_do(store: TierStore) -> None:
+def test_call_in_a_step_raises_with_advice(store: TierStore) -> None:
     told: list[BaseException] = []
 
     def act() -> None:
@@ -275,7 +272,7 @@ def test_a_call_in_a_step_is_told_what_to_do(store: TierStore) -> None:
     assert_at_rest(store)
 
 
-def test_a_lease_released_in_a_step_comes_back(store: TierStore) -> None:
+def test_lease_released_in_a_step_is_returned(store: TierStore) -> None:
     lease = store.acquire("steady", Access.UPDATE)
     lease.tensor.fill_(8)
     in_a_step(store, lease.release)
@@ -284,7 +281,7 @@ def test_a_lease_released_in_a_step_comes_back(store: TierStore) -> None:
     assert_at_rest(store)
 
 
-def test_a_group_discarded_in_a_step_is_discarded(store: TierStore) -> None:
+def test_group_discarded_in_a_step_is_discarded(store: TierStore) -> None:
     store.put("passing", pages(1))
     in_a_step(store, lambda: store.discard("passing"))
     store.stats()  # any next call
@@ -292,7 +289,7 @@ def test_a_group_discarded_in_a_step_is_discarded(store: TierStore) -> None:
     assert_at_rest(store)
 
 
-def test_a_group_put_after_its_discard_in_a_step_stays(store: TierStore) -> None:
+def test_group_put_after_its_discard_in_a_step_stays(store: TierStore) -> None:
     store.put("passing", pages(1))
     in_a_step(store, lambda: store.discard("passing"))
     assert core_of(store).deferred
@@ -302,7 +299,7 @@ def test_a_group_put_after_its_discard_in_a_step_stays(store: TierStore) -> None
 
 
 @pytest.mark.parametrize("place", ["worker", "serial"])
-def test_a_finalizer_on_a_thread_of_the_store_is_told(place: str, store: TierStore) -> None:
+def test_finalizer_on_a_store_thread_raises(place: str, store: TierStore) -> None:
     """A wait there might be for the thread itself."""
     told: list[BaseException] = []
     over = threading.Event()
@@ -318,7 +315,7 @@ def test_a_finalizer_on_a_thread_of_the_store_is_told(place: str, store: TierSto
     if place == "worker":
         core_of(store).tiers.disk.workers.submit(URGENT, dying.clear)
     else:
-        serial.give(dying.clear)
+        serial.submit(dying.clear)
     assert over.wait(PATIENCE)
     assert serial.stop(time.monotonic() + PATIENCE)
     assert [type(error) for error in told] == [ReentrantCallError]
@@ -326,8 +323,8 @@ def test_a_finalizer_on_a_thread_of_the_store_is_told(place: str, store: TierSto
     assert_at_rest(store)
 
 
-def test_a_handler_is_told_that_its_own_put_has_the_room(store: TierStore) -> None:
-    """It comes while the put that it interrupts fills its room: nobody could give that back."""
+def test_handler_blocked_by_its_own_put_raises(store: TierStore) -> None:
+    """A call during the put that it interrupts: no one could free its space."""
     size = BUDGET // PAGE * 2 // 3
     told: list[BaseException] = []
 
@@ -344,7 +341,7 @@ def test_a_handler_is_told_that_its_own_put_has_the_room(store: TierStore) -> No
     assert_at_rest(store)
 
 
-def test_a_handler_that_comes_while_a_call_waits_works(store: TierStore) -> None:
+def test_handler_during_a_wait_works(store: TierStore) -> None:
     lease = store.acquire("steady", Access.UPDATE)
     release = threading.Timer(0.2, lease.release)
     found: list[Any] = []
@@ -369,7 +366,7 @@ def test_a_handler_that_comes_while_a_call_waits_works(store: TierStore) -> None
 
 
 @pytest.mark.parametrize("wanted", ["flush", "get", "update"])
-def test_a_caller_that_waits_for_its_own_lease_is_told(wanted: str, store: TierStore) -> None:
+def test_caller_waiting_for_its_own_lease_raises(wanted: str, store: TierStore) -> None:
     """At once, whatever others do meanwhile."""
     calls = {
         "flush": lambda: store.flush(timeout=PATIENCE),
@@ -378,7 +375,7 @@ def test_a_caller_that_waits_for_its_own_lease_is_told(wanted: str, store: TierS
     }
     with Neighbour(store) as neighbour, store.acquire("steady", Access.UPDATE) as lease:
         lease.tensor.fill_(8)
-        with pytest.raises(LeaseError, match="leased by this caller itself"):
+        with pytest.raises(LeaseError, match="already leased by this caller"):
             calls[wanted]()
     assert neighbour.errors == []
     assert torch.equal(store.get("steady", timeout=PATIENCE), pages(8))

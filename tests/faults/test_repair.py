@@ -70,7 +70,7 @@ def injecting(path: Path, calls: str, error: str) -> tuple[object, ...]:
 
 @pytest.mark.needs("strace")
 @pytest.mark.parametrize("calls", ["pread64,preadv,preadv2", "preadv,preadv2", "openat"])
-def test_what_the_disk_cannot_read_is_put_away(scratch: Path, calls: str) -> None:
+def test_repair_quarantines_unreadable_objects(scratch: Path, calls: str) -> None:
     store = make_store(scratch / "store")
     path = object_file(store, "b")
     content = path.read_bytes()
@@ -90,7 +90,7 @@ def test_what_the_disk_cannot_read_is_put_away(scratch: Path, calls: str) -> Non
 
 
 @pytest.mark.needs("strace")
-def test_what_the_machine_was_short_of_puts_nothing_away(scratch: Path) -> None:
+def test_repair_short_of_memory_quarantines_nothing(scratch: Path) -> None:
     store = make_store(scratch / "store")
     path = object_file(store, "b")
     exit_code, document = verify(
@@ -100,13 +100,13 @@ def test_what_the_machine_was_short_of_puts_nothing_away(scratch: Path) -> None:
     (problem,) = document["problems"]
     assert problem["state"] == "unreadable"
     assert problem["put_away"] is None
-    assert problem["left"] == "this may pass: verify again"
+    assert problem["left"] == "the error may be transient: verify again"
     assert path.exists()
     assert verify(store, "--data")[0] == 0
 
 
 @pytest.mark.needs("other-users")
-def test_what_this_user_may_not_read_is_put_away(scratch: Path) -> None:
+def test_repair_quarantines_objects_without_permission(scratch: Path) -> None:
     store = make_store(scratch / "store")
     for path in [store, *store.rglob("*")]:
         os.chown(path, NOBODY, NOBODY)
@@ -125,7 +125,7 @@ def test_what_this_user_may_not_read_is_put_away(scratch: Path) -> None:
 
 
 @pytest.mark.needs("read-only-mounts")
-def test_on_a_disk_that_cannot_be_written_it_only_looks(scratch: Path) -> None:
+def test_repair_on_a_read_only_disk_only_reports(scratch: Path) -> None:
     store = make_store(scratch / "store")
     flip_bit(object_file(store, "b"), 50)
     with mounted("--bind", store, at=scratch / "mounted") as directory:
@@ -163,7 +163,7 @@ def repaired(scratch: Path, kind: str, code: str) -> tuple[bool, list[str]]:
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.needs(kind)) for kind in ("ext4", "xfs")]
 )
-def test_a_repair_survives_a_power_cut(scratch: Path, kind: str) -> None:
+def test_repair_survives_a_power_cut(scratch: Path, kind: str) -> None:
     for _ in range(by_lane(1, 1, 20)):
         in_place, away = repaired(scratch, kind, COMMAND)
         assert not in_place

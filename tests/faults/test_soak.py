@@ -23,7 +23,7 @@ ROUGH = 50.0
 
 
 def soaked(place: Path, gets: int, *, faults: bool = True, leak: int = 0, seed: int = 0) -> Told:
-    """What a process that soaks a store tells."""
+    """Return the report of a process that soaks a store."""
     given = {"place": str(place), "gets": gets, "faults": faults, "leak": leak, "seed": seed}
     output = output_of("-W", "ignore", "-m", "tests.faults.soak", json.dumps(given))
     told = json.loads(output.splitlines()[-1])
@@ -33,7 +33,7 @@ def soaked(place: Path, gets: int, *, faults: bool = True, leak: int = 0, seed: 
 
 @pytest.mark.full("hundreds of thousands of calls")
 @pytest.mark.timeout(4 * 3600)
-def test_memory_files_and_threads_stay_the_same_with_faults_and_without(tmp_path: Path) -> None:
+def test_soak_keeps_memory_files_and_threads_constant(tmp_path: Path) -> None:
     gets = by_lane(30_000, 100_000, 10_000_000)
     told = soaked(tmp_path / "store", gets)
 
@@ -55,13 +55,13 @@ def test_memory_files_and_threads_stay_the_same_with_faults_and_without(tmp_path
 
 @pytest.mark.full("the control of hundreds of thousands of calls")
 @pytest.mark.timeout(1800)
-def test_a_leak_of_a_hundred_bytes_is_noticed(tmp_path: Path) -> None:
+def test_soak_notices_a_leak_of_a_hundred_bytes(tmp_path: Path) -> None:
     """The control."""
     told = soaked(tmp_path / "store", 20_000, faults=False, leak=100)
     assert slope(told.notes[PARTS // 2 :]) > ROUGH
 
 
-def test_what_failed_writes_leave_is_gone_with_the_next_flush(tmp_path: Path) -> None:
+def test_leftovers_of_failed_writes_go_with_the_next_flush(tmp_path: Path) -> None:
     """Also if it could not be removed when the write had failed."""
     store = open_store(tmp_path / "store")
     store.put("key", pages(1))
@@ -76,7 +76,7 @@ def test_what_failed_writes_leave_is_gone_with_the_next_flush(tmp_path: Path) ->
     store.close()
 
 
-def test_a_put_that_fails_has_put_nothing(tmp_path: Path) -> None:
+def test_failed_put_stores_nothing(tmp_path: Path) -> None:
     """Not even if only the file of the group that it replaces cannot be removed."""
     store = open_store(tmp_path / "store")
     store.put("key", pages(1))

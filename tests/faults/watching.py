@@ -1,8 +1,8 @@
-"""Who opens what: everything that this process does with files, as Python itself tells.
+"""Records what this process does with files, as Python itself reports it.
 
-An audit hook cannot be taken away again, so there is one for the whole process, which notes what
-happens only while somebody watches. Python tells of every file that is opened, listed, made,
-renamed or removed, and of whatever brings code into the process.
+An audit hook cannot be removed, so there is one for the whole process, which records events only
+while a watcher is active. Python reports every file that is opened, listed, made, renamed or
+removed, and everything that brings code into the process.
 """
 
 from __future__ import annotations
@@ -87,17 +87,17 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 class Watch:
-    """What happened while somebody watched."""
+    """Events while a watcher was active."""
 
     def __init__(self, events: list[Event]) -> None:
         self.events = events
 
     def code(self) -> list[Event]:
-        """What brought code into the process, started another, or reached for the network."""
+        """Return events that loaded code, started a process, or reached for the network."""
         return [event for event in self.events if event[0] in CODE]
 
     def outside(self, *places: Path) -> list[Event]:
-        """What was done to files that are neither in these places nor one of them."""
+        """Return events on files outside these places."""
         allowed = [str(place) for place in places] + [*map(os.path.realpath, places), *SYSTEM]
         return [e for e in self.events if not all(_is_in(p, e, allowed) for p in _paths(e))]
 
@@ -114,15 +114,15 @@ def _paths(event: Event) -> list[str]:
 
 def _is_in(path: str, event: Event, allowed: list[str]) -> bool:
     if not os.path.isabs(path):
-        return _is_below_what_is_open(path, event)
+        return _is_below_an_open_directory(path, event)
     return any(path == place or path.startswith(place + os.sep) for place in allowed)
 
 
-def _is_below_what_is_open(name: str, event: Event) -> bool:
-    """Whether a name below an open directory can lead nowhere else.
+def _is_below_an_open_directory(name: str, event: Event) -> bool:
+    """Return whether a name below an open directory can lead nowhere else.
 
-    Only opening follows a link, unless it is told not to. A draft is opened a second time under the
-    name, which nobody can guess, that it was just made with.
+    Only opening follows a link, unless it has O_NOFOLLOW. A draft is reopened under the unguessable
+    name that it was just created with.
     """
     if name in ("", ".", "..") or os.sep in name:
         return False

@@ -96,7 +96,7 @@ def home(tmp_path: Path) -> Path:
 
 
 def planned(name: object, *options: str, **more: str) -> tuple[dict[str, Any], str]:
-    """What is told of a checkpoint, and what is remarked."""
+    """Return the forecast of a checkpoint, and its remarks."""
     done = start("plan", name, "--ram", "8MB", "--groups", "--json", *options, **more)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout), done.stderr
@@ -120,7 +120,7 @@ def download(name: str, hub: Hub, home: Path, *patterns: str) -> Path:
     return Path(done.stdout.strip())
 
 
-def what_is_told(document: dict[str, Any]) -> dict[str, Any]:
+def forecast_and_remarks(document: dict[str, Any]) -> dict[str, Any]:
     """All of it but where it lies."""
     names = "components", "plans", "advice"
     return {name: document[name] for name in names}
@@ -130,14 +130,14 @@ def what_is_told(document: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [PIPE, MODEL])
-def test_it_is_what_a_directory_would_tell_and_only_headers_are_sent(
+def test_hub_model_plans_as_its_directory_from_headers_alone(
     name: str, hub: Hub, home: Path, repositories: dict[str, Path], inspect: Inspect
 ) -> None:
     told, remarks = planned(name, **hub.environment(home))
     local = inspect.json("plan", repositories[name], "--ram", "8MB", "--groups")
-    assert what_is_told(told) == what_is_told(local)
+    assert forecast_and_remarks(told) == forecast_and_remarks(local)
     assert told["source"] == f"{name} in the hub, revision {REVISION[:12]}, headers only"
-    assert f"Asking the Hugging Face hub for {name}" in remarks
+    assert f"Querying the Hugging Face hub for {name}" in remarks
     weights = {path: n for path, n in hub.sent.items() if path.endswith(".safetensors")}
     wanted = {"model.safetensors"}
     if name == PIPE:
@@ -150,7 +150,7 @@ def test_it_is_what_a_directory_would_tell_and_only_headers_are_sent(
     assert not list(home.rglob("*.json")), "nothing is left in the cache"
 
 
-def test_a_variant_is_read_where_there_is_one(hub: Hub, home: Path) -> None:
+def test_hub_variant_is_read_where_present(hub: Hub, home: Path) -> None:
     told, _ = planned(PIPE, "--variant", "fp16", **hub.environment(home))
     dtypes = {part["name"]: part["dtypes"] for part in told["components"]}
     assert dtypes == {"transformer": ["F16"], "text_encoder": ["F32"], "vae": ["F32"]}
@@ -159,31 +159,31 @@ def test_a_variant_is_read_where_there_is_one(hub: Hub, home: Path) -> None:
 # --- from the cache -------------------------------------------------------------------------------
 
 
-def test_what_is_in_the_cache_is_read_there(hub: Hub, home: Path, inspect: Inspect) -> None:
+def test_hub_cache_is_read_first(hub: Hub, home: Path, inspect: Inspect) -> None:
     snapshot = download(PIPE, hub, home)
     hub.requests.clear()
     told, remarks = planned(PIPE, **hub.environment(home))
     assert told["source"] == f"{PIPE} in the cache, {snapshot}"
     assert remarks == ""
     local = inspect.json("plan", snapshot, "--ram", "8MB", "--groups")
-    assert what_is_told(told) == what_is_told(local)
+    assert forecast_and_remarks(told) == forecast_and_remarks(local)
     assert hub.requests == [], "nobody was asked"
 
 
 @pytest.mark.full("several processes for each")
 @pytest.mark.parametrize("lacking", ["transformer/*00002*", "transformer/*.safetensors", "vae/*"])
-def test_what_the_cache_lacks_is_asked_for(lacking: str, hub: Hub, home: Path) -> None:
+def test_hub_files_outside_the_cache_are_fetched(lacking: str, hub: Hub, home: Path) -> None:
     download(PIPE, hub, home, lacking)
     whole, _ = planned(PIPE, **hub.environment(home.with_name("another")))
     hub.requests.clear()
     told, remarks = planned(PIPE, **hub.environment(home))
-    assert what_is_told(told) == what_is_told(whole)
+    assert forecast_and_remarks(told) == forecast_and_remarks(whole)
     assert hub.requests
     assert f"the cache lacks {'vae' if 'vae' in lacking else ''}" in remarks
 
 
 @pytest.mark.full("several processes")
-def test_a_damaged_index_in_the_cache_is_not_believed(hub: Hub, home: Path) -> None:
+def test_hub_cache_with_damaged_index_is_ignored(hub: Hub, home: Path) -> None:
     snapshot = download(PIPE, hub, home)
     index = snapshot / "transformer" / "diffusion_pytorch_model.safetensors.index.json"
     index.unlink()
@@ -194,7 +194,7 @@ def test_a_damaged_index_in_the_cache_is_not_believed(hub: Hub, home: Path) -> N
 
 
 @pytest.mark.full("several processes")
-def test_offline_a_component_that_is_not_there_is_told(hub: Hub, home: Path) -> None:
+def test_hub_offline_missing_component_raises(hub: Hub, home: Path) -> None:
     download(PIPE, hub, home, "vae/*")
     hub.requests.clear()
     told, remarks = planned(PIPE, **hub.environment(home, HF_HUB_OFFLINE="1"))
@@ -214,41 +214,41 @@ def refused(name: str, **more: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_a_name_of_nothing_is_neither_a_file_nor_a_model(hub: Hub, home: Path) -> None:
+def test_hub_name_that_is_neither_file_nor_model_raises(hub: Hub, home: Path) -> None:
     code, told = refused("some-lab/nothing", **hub.environment(home))
     assert code == 2
     assert "no file or directory some-lab/nothing, and no model some-lab/nothing" in told
 
 
 @pytest.mark.parametrize("name", ["some/where/else", "./here", "/nowhere", "a--b", "here.", "x/-y"])
-def test_a_path_is_not_looked_for_in_the_hub(name: str, hub: Hub, home: Path) -> None:
+def test_path_is_not_looked_up_in_the_hub(name: str, hub: Hub, home: Path) -> None:
     code, told = refused(name, **hub.environment(home))
     assert code == 2
     assert f"there is no file or directory {name}" in told
     assert hub.requests == []
 
 
-def test_a_gated_model_says_what_to_accept(hub: Hub, home: Path) -> None:
+def test_gated_model_error_names_the_terms(hub: Hub, home: Path) -> None:
     hub.gated.add(PIPE)
     code, told = refused(PIPE, **hub.environment(home))
     assert code == 2
     assert "is gated" in told and "HF_TOKEN" in told
 
 
-def test_offline_nobody_is_asked(hub: Hub, home: Path) -> None:
+def test_hub_offline_sends_no_request(hub: Hub, home: Path) -> None:
     code, told = refused(PIPE, **hub.environment(home, HF_HUB_OFFLINE="1"))
     assert code == 2
-    assert "HF_HUB_OFFLINE is set" in told and "no file or directory" in told
+    assert "HF_HUB_OFFLINE forbids" in told and "no file or directory" in told
     assert hub.requests == []
 
 
-def test_without_a_network_that_is_told(hub: Hub, home: Path) -> None:
+def test_hub_without_network_raises(hub: Hub, home: Path) -> None:
     code, told = refused(PIPE, **hub.environment(home, HF_ENDPOINT="http://127.0.0.1:9"))
     assert code == 1
-    assert "could not be asked" in told and "check the network" in told
+    assert "could not be queried" in told and "check the network" in told
 
 
-def test_a_header_that_is_none(hub: Hub, home: Path, tmp_path: Path) -> None:
+def test_hub_malformed_header_raises(hub: Hub, home: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     shutil.copytree(hub.models[MODEL], broken)
     (broken / "model.safetensors").write_bytes(b"\xff" * 1000)
@@ -258,7 +258,7 @@ def test_a_header_that_is_none(hub: Hub, home: Path, tmp_path: Path) -> None:
     assert "header" in told
 
 
-def test_without_the_library_it_says_what_to_install(hub: Hub, home: Path) -> None:
+def test_hub_without_its_library_says_how_to_install(hub: Hub, home: Path) -> None:
     hidden = "sys.modules['huggingface_hub'] = None"
     done = start("plan", PIPE, before=hidden, **hub.environment(home))
     assert done.returncode == 2
@@ -266,7 +266,7 @@ def test_without_the_library_it_says_what_to_install(hub: Hub, home: Path) -> No
     assert "pip install 'tierstore[diffusers]'" in done.stderr
 
 
-def test_a_directory_of_the_same_name_comes_first(hub: Hub, home: Path, tmp_path: Path) -> None:
+def test_directory_of_the_same_name_comes_first(hub: Hub, home: Path, tmp_path: Path) -> None:
     place = tmp_path / "some-lab" / "model"
     place.mkdir(parents=True)
     save_file({"a.weight": torch.zeros(4096)}, place / "model.safetensors")

@@ -56,7 +56,7 @@ def without_prefix(key: str) -> str:
 @pytest.mark.parametrize("offload_type", ["block_level", "leaf_level"])
 @pytest.mark.parametrize("share", [0.34, 0.8])
 @pytest.mark.parametrize("kind", ["flux", "wan", "sdxl", "llama"])
-def test_the_groups_are_those_of_a_real_run(
+def test_forecast_groups_equal_those_of_a_run(
     inspect: Inspect, built: Built, disk_dir: Path, kind: str, share: float, offload_type: str
 ) -> None:
     pipe = pipelines.load(kind, built(kind, "tiny"))
@@ -148,7 +148,7 @@ def source_bytes(store: TierStore, key: str) -> int:
 
 @pytest.mark.full("runs two models; the test of the groups has one")
 @pytest.mark.parametrize("kind", ["flux", "llama"])
-def test_a_step_is_the_one_of_a_real_run(
+def test_forecast_step_equals_that_of_a_run(
     inspect: Inspect, built: Built, disk_dir: Path, tmp_path: Path, kind: str
 ) -> None:
     """The order of uses is the real one, so that the planner, on that order, reads as predicted."""
@@ -182,7 +182,7 @@ def test_a_step_is_the_one_of_a_real_run(
 
 
 @pytest.mark.parametrize("kind", ["flux", "llama"])
-def test_a_real_run_reads_as_predicted_where_all_fits(
+def test_forecast_reads_equal_a_run_that_fits(
     inspect: Inspect, built: Built, disk_dir: Path, kind: str
 ) -> None:
     pipe = pipelines.load(kind, built(kind, "tiny"))
@@ -200,10 +200,10 @@ def test_a_real_run_reads_as_predicted_where_all_fits(
 
 
 @pytest.mark.full("three runs of a model")
-def test_a_real_run_reads_what_is_told_at_each_budget(
+def test_forecast_reads_equal_a_run_at_each_budget(
     inspect: Inspect, built: Built, disk_dir: Path
 ) -> None:
-    """How much is fetched early depends on times: here on those of whatever machine this is."""
+    """Record that the amount prefetched depends on times, here those of this machine."""
     pipe = pipelines.load("flux", built("flux", "small"))
     budgets = [budget_of(pipe, share) for share in (0.2, 0.4, 0.6)]
     words = [word for budget in budgets for word in ("--ram", f"{budget}B")]

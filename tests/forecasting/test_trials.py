@@ -46,7 +46,7 @@ def enough(document: dict[str, Any]) -> list[str]:
 # --- which one is enough --------------------------------------------------------------------------
 
 
-def test_if_no_time_is_known_it_is_the_smallest_that_reads_nothing(
+def test_recommended_without_times_is_the_smallest_without_reads(
     inspect: Inspect, checkpoint: Path
 ) -> None:
     found = inspect.json("plan", checkpoint, *tried("40MB", "4MB", "20MB", "10MB"))
@@ -58,8 +58,8 @@ def test_if_no_time_is_known_it_is_the_smallest_that_reads_nothing(
     assert (found["advice"]["ram"], found["advice"]["tried"]) == (20_000_000 // 4096 * 4096, True)
     text = inspect("plan", checkpoint, *tried("4MB", "20MB", "40MB")).stdout
     assert (
-        "ram_budget='20MB': the smallest of these with which a step reads nothing, as all its "
-        "weights stay in RAM." in text
+        "ram_budget='20MB': the smallest of these budgets with which a step reads nothing, "
+        "because all its weights stay in RAM." in text
     )
     assert [line.split()[0] for line in text.splitlines() if "enough" in line] == ["20MB"]
 
@@ -74,7 +74,7 @@ def test_if_no_time_is_known_it_is_the_smallest_that_reads_nothing(
         ("0.25", ["10MB"]),  # 12.5 MB come meanwhile, 10 have to
     ],
 )
-def test_if_times_are_known_a_step_may_be_a_twentieth_longer(
+def test_recommended_with_times_allows_a_twentieth_more(
     inspect: Inspect, checkpoint: Path, compute: str, expected: list[str]
 ) -> None:
     speed = {"0.3": "1MB/s", "0.35": "3MB/s"}.get(compute, "50MB/s")
@@ -88,11 +88,11 @@ def test_if_times_are_known_a_step_may_be_a_twentieth_longer(
         assert is_enough == (parse_size(plan["ram_budget"]) >= parse_size(expected[0]))
 
 
-def test_where_none_is_enough_one_is_told_that_is(inspect: Inspect, checkpoint: Path) -> None:
+def test_recommended_when_none_suffices_is_reported(inspect: Inspect, checkpoint: Path) -> None:
     found = inspect.json("plan", checkpoint, *tried("4MB", "8MB"))
     advice = found["advice"]
     assert (enough(found), advice["tried"]) == ([], False)
-    assert "None of these is enough" in advice["text"]
+    assert "None of these budgets is enough" in advice["text"]
     again = inspect.json("plan", checkpoint, *tried("8MB", advice["ram_budget"]))
     assert enough(again) == [advice["ram_budget"]]
     assert WEIGHTS < advice["ram"] < 1.1 * WEIGHTS
@@ -100,15 +100,17 @@ def test_where_none_is_enough_one_is_told_that_is(inspect: Inspect, checkpoint: 
     assert enough(inspect.json("plan", checkpoint, "--ram", below)) == []
 
 
-def test_where_only_auto_is_enough_less_is_named(inspect: Inspect, checkpoint: Path) -> None:
+def test_recommended_below_auto_is_named(inspect: Inspect, checkpoint: Path) -> None:
     found = inspect.json("plan", checkpoint, *tried("4MB", "auto"))
     assert enough(found) == ["auto"]
-    (less,) = re.findall(r" '(\S+)' would do, too\.$", found["advice"]["text"])
+    (less,) = re.findall(r" '(\S+)' is enough, too\.$", found["advice"]["text"])
     assert WEIGHTS < parse_size(less) < 1.1 * WEIGHTS
     assert enough(inspect.json("plan", checkpoint, *tried("4MB", less, "auto"))) == [less]
 
 
-def test_more_memory_does_not_help_a_slow_link(inspect: Inspect, checkpoint: Path) -> None:
+def test_recommended_for_a_slow_link_needs_no_more_memory(
+    inspect: Inspect, checkpoint: Path
+) -> None:
     options = "--device", "4MB", "--disk-bandwidth", "100GB/s", "--link-bandwidth", "10MB/s"
     found = inspect.json("plan", checkpoint, *tried("8MB", "40MB"), *options)
     slow, fast = (plan["steps"][0] for plan in found["plans"])
@@ -118,7 +120,7 @@ def test_more_memory_does_not_help_a_slow_link(inspect: Inspect, checkpoint: Pat
     assert enough(found) == ["8MB"]
 
 
-def test_each_model_of_a_loop_has_to_be_content(inspect: Inspect, tmp_path: Path) -> None:
+def test_recommended_satisfies_each_model_of_a_loop(inspect: Inspect, tmp_path: Path) -> None:
     layers = {f"blocks.{n}.weight": torch.zeros(256, 256) for n in range(16)}
     for name, kept in (("transformer", layers), ("transformer_2", dict([*layers.items()][:8]))):
         (tmp_path / name).mkdir()
@@ -135,10 +137,10 @@ def test_each_model_of_a_loop_has_to_be_content(inspect: Inspect, tmp_path: Path
 # --- what is tried --------------------------------------------------------------------------------
 
 
-def test_a_newcomer_types_a_name_and_no_more(inspect: Inspect, checkpoint: Path) -> None:
+def test_plan_needs_only_a_model_name(inspect: Inspect, checkpoint: Path) -> None:
     result = inspect("plan", checkpoint)
     assert result.exit_code == 0
-    assert "Give ram_budget='24MB'" in result.stdout
+    assert "Use ram_budget='24MB'" in result.stdout
     found = inspect.json("plan", checkpoint)
     *ladder, auto = found["plans"]
     assert auto["ram_budget"] == "auto"
@@ -149,9 +151,7 @@ def test_a_newcomer_types_a_name_and_no_more(inspect: Inspect, checkpoint: Path)
     assert [plan["steps"][0]["read"] == 0 for plan in ladder] == [False] * 7 + [True]
 
 
-def test_auto_is_what_a_store_would_take(
-    inspect: Inspect, checkpoint: Path, disk_dir: Path
-) -> None:
+def test_auto_budget_equals_a_stores(inspect: Inspect, checkpoint: Path, disk_dir: Path) -> None:
     found = inspect.json("plan", checkpoint, *tried("auto", "5MB", "50%"))
     rams = {plan["ram_budget"]: plan["ram"] for plan in found["plans"]}
     with TierStore("auto", disk_dir, device="cpu") as store:
@@ -167,10 +167,10 @@ def table(inspect: Inspect, checkpoint: Path, budget: str) -> str:
     return inspect("plan", checkpoint, "--ram", budget).stdout
 
 
-# --- how it is told -------------------------------------------------------------------------------
+# --- output ---------------------------------------------------------------------------------------
 
 
-def test_a_document_lists_groups_only_if_asked_to(inspect: Inspect, checkpoint: Path) -> None:
+def test_document_lists_groups_on_request_only(inspect: Inspect, checkpoint: Path) -> None:
     short = inspect("plan", checkpoint, *tried("4MB", "40MB"), "--json").stdout
     assert "blocks.0" not in short
     assert len(short) < 4000
@@ -190,7 +190,7 @@ def test_a_document_lists_groups_only_if_asked_to(inspect: Inspect, checkpoint: 
         ([*tried("50%"), "--device", "4MiB"], "MiB"),
     ],
 )
-def test_all_sizes_are_told_in_the_units_that_were_typed(
+def test_sizes_are_printed_in_the_units_given(
     inspect: Inspect, checkpoint: Path, options: list[str], unit: str
 ) -> None:
     typed = [budget for option, budget in itertools.pairwise(options) if option == "--ram"]
@@ -204,9 +204,7 @@ def test_all_sizes_are_told_in_the_units_that_were_typed(
     assert f"16.{'8' if unit == 'MB' else '0'} {unit}" in result.stdout
 
 
-def test_a_budget_that_is_too_small_stands_beside_the_others(
-    inspect: Inspect, checkpoint: Path
-) -> None:
+def test_budget_too_small_is_listed_beside_the_others(inspect: Inspect, checkpoint: Path) -> None:
     result = inspect("plan", checkpoint, *tried("200KB", "300KB", "20MB"))
     assert result.exit_code == 0
     rows = {line.split()[0]: line for line in result.stdout.splitlines() if "KB " in line}
@@ -219,7 +217,7 @@ def test_a_budget_that_is_too_small_stands_beside_the_others(
 
 
 @pytest.mark.parametrize("name", ["plan", "replay"])
-def test_examples_of_the_help_are_understood(inspect: Inspect, checkpoint: Path, name: str) -> None:
+def test_help_examples_parse(inspect: Inspect, checkpoint: Path, name: str) -> None:
     epilog = inspector.commands[name].epilog
     assert epilog is not None
     examples = [line.split()[1:] for line in epilog.splitlines() if "tierstore-inspect" in line]

@@ -1,1 +1,1 @@
-"""What tests of several folders share, and that is about no part of the package in particular."""
+"""Helpers of tests in several folders, about no part of the package in particular."""

@@ -1,4 +1,4 @@
-"""Counts the calls of functions."""
+"""Count the calls of functions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def calls_of_functions(run: Callable[[], object]) -> int:
-    """How many functions that are written in Python are called on this thread."""
+    """Return how many calls of Python functions `run` makes on this thread."""
     calls = 0
 
     def note(frame: FrameType, event: str, argument: Any) -> None:

@@ -11,8 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Casts(TorchDispatchMode):
-    """While it is on: what is cast of tensors with one of these shapes, and how much of it is
-    alive. `peak` is the most bytes at once, `total` how many there were."""
+    """Context that tracks casts of tensors with one of these shapes, and their live bytes.
+
+    `peak` is the most bytes at once, `total` the number of casts.
+    """
 
     def __init__(self, shapes: Iterable[torch.Size]) -> None:
         super().__init__()
@@ -33,6 +35,6 @@ class Casts(TorchDispatchMode):
 
     @property
     def alive(self) -> int:
-        """Bytes."""
+        """Return the live bytes."""
         self._alive = [(ref, nbytes) for ref, nbytes in self._alive if not ref.expired()]
         return sum(nbytes for _, nbytes in self._alive)

@@ -1,4 +1,4 @@
-"""What of a store only adapters and tests use."""
+"""Parts of a store that only adapters and tests use."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tierstore.store import engine_of
 
 
 def core_of(store: TierStore) -> Core:
-    """What a store believes: its planner, mover, tiers and leases, and who waits."""
+    """Return the core of a store: its planner, mover, tiers, leases and waiting requests."""
     return engine_of(store).core
 
 
 def mutable(store: TierStore) -> MutableGroups:
-    """The groups of a store that change all the time."""
+    """Return the groups of a store that change all the time."""
     return engine_of(store).mutable_groups

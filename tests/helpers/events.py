@@ -1,4 +1,4 @@
-"""What Python is about to do, told by its audit events: to act just before it, or to keep it away.
+"""Run code before, or prevent, operations that Python announces by its audit events.
 
 Nothing of the code under test is replaced, so it makes no difference by which module, or by which
 name, it calls the system. The events and their arguments are in Python's "Audit events table".
@@ -22,10 +22,10 @@ _hooked = False
 
 @contextmanager
 def before(event: str, act: Act) -> Iterator[None]:
-    """Each time before `event`, call `act` with its arguments: what that raises, the call raises.
+    """Call `act` with the event's arguments each time before `event`; its errors propagate.
 
-    Such as `before("open", ...)`, with a path, a mode and flags, for `open` and `os.open`. What
-    `act` does is no event itself.
+    For example `before("open", ...)`, with a path, a mode and flags, for `open` and `os.open`.
+    Events inside `act` are ignored.
     """
     global _hooked
     if not _hooked:  # a hook stays for as long as the process lives
@@ -52,7 +52,7 @@ def _hook(event: str, arguments: tuple[object, ...]) -> None:
 
 
 def failing(number: int) -> Act:
-    """Before an event: the system's error of this number, instead."""
+    """Return an action that raises the system error of this number."""
 
     def fail(*_: object) -> None:
         raise OSError(number, os.strerror(number))
@@ -62,9 +62,9 @@ def failing(number: int) -> Act:
 
 @contextmanager
 def calls_of(*functions: Callable[..., object]) -> Iterator[list[tuple[str, str]]]:
-    """Inside, for each call of these functions of Python: its qualified name, and the thread's.
+    """Record each call of these Python functions: its qualified name and thread name.
 
-    Of this thread, and of those that begin inside.
+    Covers this thread, and threads that start inside.
     """
     codes = {function.__code__ for function in functions}
     calls: list[tuple[str, str]] = []

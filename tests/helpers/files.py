@@ -1,4 +1,4 @@
-"""Files: which are open, where a group's is, and damage as disks do it."""
+"""Files: open ones, the file of a group, and damage as disks cause it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from tierstore.system.objects import object_name
 
 
 def damaged_objects(store_dir: Path | str) -> dict[str, str]:
-    """What lies where objects are and is none that can be used, and why: by name."""
+    """Return name -> why of each unusable file in the directory of objects."""
     unusable = survey(str(store_dir)).unusable
     return {group.item.name: group.problem.reason for group in unusable if group.problem}
 
 
 def object_file(store_dir: Path, key: str) -> Path:
-    """Where the object file of a key is, if there is one."""
+    """Return the object file of a key, or None."""
     return Path(store_dir) / "objects" / object_name(key)
 
 
 def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
-    """Change one bit of a file in place, as a disk that rots does: its size and times stay.
+    """Flip one bit of a file in place, as a decaying disk does: size and times are unchanged.
 
     An offset below zero counts from the end of the file.
     """
@@ -38,27 +38,27 @@ def flip_bit(path: Path, offset: int, bit: int = 0) -> None:
 
 
 def with_flipped_bit(raw: bytes, offset: int, bit: int = 0) -> bytes:
-    """The same bytes but for one bit."""
+    """Return the same bytes with one bit flipped."""
     changed = bytearray(raw)
     changed[offset] ^= 1 << bit
     return bytes(changed)
 
 
 def open_files(below: Path | None = None, process: int | str = "self") -> dict[int, str]:
-    """What a process has open, by descriptor: everything, or what is in a directory."""
+    """Return the open files of a process by descriptor; with `below`, only those in a directory."""
     found = {}
     for name in os.listdir(f"/proc/{process}/fd"):
         try:
             path = os.readlink(f"/proc/{process}/fd/{name}")
         except OSError:
-            continue  # it was closed meanwhile, as that of the list itself is
+            continue  # it was closed meanwhile, like the descriptor of the list itself
         if below is None or path.startswith(str(below)):
             found[int(name)] = path
     return found
 
 
 def is_open(descriptor: int) -> bool:
-    """Whether this number is that of something open."""
+    """Return whether this number is an open descriptor."""
     try:
         os.fstat(descriptor)
     except OSError:
@@ -68,7 +68,7 @@ def is_open(descriptor: int) -> bool:
 
 @contextmanager
 def largest_file(nbytes: int) -> Iterator[None]:
-    """As a full disk: no file can grow beyond it."""
+    """Limit the size of files, as a full disk does."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
     try:

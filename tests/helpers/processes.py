@@ -1,4 +1,4 @@
-"""Processes: Python in a fresh one, and children that tell what they do."""
+"""Processes: Python in a fresh one, and children that report their progress."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FAILED = 3
-"""How a child of `forked` ends that raised something."""
+"""Exit status of a child of `forked` that raised."""
 PATIENCE = 60.0
-"""Seconds in which a child must tell something or end."""
+"""Seconds within which a child must send a message or end."""
 
 Tell = Callable[..., None]
 
@@ -33,7 +33,7 @@ def run_python(
     environment: Mapping[str, str] | None = None,
     timeout: float | None = None,
 ) -> subprocess.CompletedProcess[str]:
-    """Run the interpreter, in the root of the repository. Keeps what it writes as text."""
+    """Run the interpreter in the root of the repository, and capture its output as text."""
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         cwd=directory,
@@ -46,36 +46,41 @@ def run_python(
 
 
 def output_of(*arguments: object, **options: Any) -> str:
-    """What the interpreter prints; it must end well. Options are those of `run_python`."""
+    """Return the output of the interpreter, which must succeed.
+
+    Options are those of `run_python`.
+    """
     done = run_python(*arguments, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def results_in(output: str, word: str = "RESULT") -> list[Any]:
-    """What the lines that begin with a word say, in JSON."""
+    """Return the JSON of the lines that begin with a word."""
     lines = [line for line in output.splitlines() if line.startswith(f"{word} ")]
     return [json.loads(line.removeprefix(f"{word} ")) for line in lines]
 
 
 def without_kept_addresses(threads: int = 1) -> dict[str, str]:
-    """An environment for processes under RLIMIT_DATA, which counts addresses.
+    """Return an environment for processes under RLIMIT_DATA, which counts addresses.
 
-    glibc's heap keeps the addresses of freed blocks, also where it gave their memory back. With a
-    threshold of its own, a block of 128 KiB is a map, and its addresses go with it.
+    The heap of glibc keeps the addresses of freed blocks even after it returned their memory. With
+    a fixed threshold, a block of 128 KiB is a map, and its addresses go with it.
     """
     return {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072", "OMP_NUM_THREADS": str(threads)}
 
 
 def with_the_usual_allocator(threads: int | None = None) -> dict[str, str]:
-    """An environment in which the allocator is as users have it. `threads` is how many torch has,
-    if not its default."""
+    """Return an environment with the allocator as users have it.
+
+    `threads` sets the number of torch threads, if not the default.
+    """
     usual = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     return usual if threads is None else {**usual, "OMP_NUM_THREADS": str(threads)}
 
 
 def data_bytes() -> int:
-    """Private memory of this process that may be written, as RLIMIT_DATA counts it: maps too."""
+    """Return this process's private writable memory as RLIMIT_DATA counts it, maps included."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
@@ -86,10 +91,10 @@ def data_bytes() -> int:
 
 
 def forked(do: Callable[[Tell], object]) -> tuple[int, int]:
-    """Do it in a child, which tells through a pipe: each time a list, as a line of JSON.
+    """Run a function in a child that sends lists as JSON lines through a pipe.
 
-    Returns the number of the child, and where to read. If something is raised, "wrong" and the
-    traceback are told last, and the child ends with `FAILED`.
+    Returns the child's process id, and the pipe's end to read. If the function raises, the last
+    message is "wrong" and the traceback, and the child exits with `FAILED`.
     """
     source, drain = os.pipe()
     child = os.fork()
@@ -97,8 +102,8 @@ def forked(do: Callable[[Tell], object]) -> tuple[int, int]:
         os.close(drain)
         return child, source
 
-    def tell(*told: Any) -> None:
-        os.write(drain, json.dumps(told).encode() + b"\n")
+    def tell(*message: Any) -> None:
+        os.write(drain, json.dumps(message).encode() + b"\n")
 
     code = FAILED
     with contextlib.suppress(BaseException):
@@ -111,11 +116,13 @@ def forked(do: Callable[[Tell], object]) -> tuple[int, int]:
     os._exit(code)
 
 
-def heard(child: int, source: int, kill: tuple[str, float] | None = None) -> Iterator[list[Any]]:
-    """Yield each list that a child of `forked` tells, and last ["died", its exit code].
+def messages_from(
+    child: int, source: int, kill: tuple[str, float] | None = None
+) -> Iterator[list[Any]]:
+    """Yield each list that a child of `forked` sends, and last ["died", its exit code].
 
-    `kill` names a message and the seconds after it at which the child is killed. A child that says
-    nothing for `PATIENCE` seconds is killed, too, and "wrong" is yielded first.
+    `kill` names a message and the seconds after it at which the child is killed. A child that is
+    silent for `PATIENCE` seconds is killed, too, and "wrong" is yielded first.
     """
     unfinished = b""
     ends, hangs = time.monotonic() + PATIENCE, True
@@ -130,10 +137,10 @@ def heard(child: int, source: int, kill: tuple[str, float] | None = None) -> Ite
             if not (read := os.read(source, 1 << 16)):
                 break
             *lines, unfinished = (unfinished + read).split(b"\n")
-            for told in map(json.loads, lines):
-                if kill is not None and told[0] == kill[0]:
+            for message in map(json.loads, lines):
+                if kill is not None and message[0] == kill[0]:
                     ends, hangs, kill = time.monotonic() + kill[1], False, None
-                yield told
+                yield message
     finally:
         os.close(source)
     _, status = os.waitpid(child, 0)

@@ -1,12 +1,12 @@
-"""Calls of the system that fail, come in part, or are only looked at, whatever code makes them.
+"""System calls that fail, are cut short, or are only recorded, whatever code makes them.
 
     with system_call("preadv", fails_with=errno.EIO, at=3):  # the third one
     with system_call("pwrite", short=1000):  # at most so many bytes at once
-    with system_call("fsync") as calls:  # as always; afterwards, `calls` are those that were made
+    with system_call("fsync") as calls:  # unchanged; afterwards, `calls` lists the calls made
 
 This is the only place where a function of `os`, `fcntl` or of the C library is replaced. Where a
 real fault is as easy to make (a limit, a file system that is full, a directory in the way), it
-shows more. To act before a call, or to keep it away by its path, see `events.py`.
+shows more. To act before a call, or to prevent it by its path, see `events.py`.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ T = TypeVar("T")
 
 SYNCING = frozenset({"fsync", "fdatasync"})
 IN_PARTS = frozenset({"read", "pread", "preadv", "write", "pwrite", "pwritev"})
-OF_LIBC = {
+LIBC_FAILURES = {
     **{"mmap of libc": FAILED, "munmap": -1, "mremap": FAILED},
     **{"madvise": -1, "statx": -1, "renameat2": -1},
 }
-"""Functions that Python does not offer, and what each returns where it fails."""
+"""Functions that Python does not offer, with the value that each returns on failure."""
 BY_TWO_NAMES = ("rename", "replace", "link")
-AS_IT_IS = object()
+UNCHANGED = object()
 
-# What is here has to work while the functions are replaced.
+# These are used while the functions are replaced.
 _readlink, _fstat, _ftruncate, _open_file = os.readlink, os.fstat, os.ftruncate, io.open
 
 
 @dataclass
 class Call:
-    """A call that somebody makes: the name of the function, and what it is given."""
+    """An intercepted call: the name of the function, and its arguments."""
 
     name: str
     args: tuple[Any, ...]
@@ -59,12 +59,12 @@ class Call:
     plain: Callable[..., Any] = field(default=lambda *_: None, repr=False)
 
     def go_on(self) -> Any:
-        """Make the call. Returns, or raises, what comes of it."""
+        """Make the call; return or raise its result."""
         return self.plain(*self.args, **self.options)
 
     @property
     def path(self) -> str | None:
-        """The path that it is about, given by a name or a descriptor; None if it has none."""
+        """Return the path of the call, from a name or a descriptor, or None."""
         position = 4 if self.name == "mmap of libc" else 0
         target = self.args[position] if len(self.args) > position else "."
         folder = "src_dir_fd" if self.name in BY_TWO_NAMES else "dir_fd"
@@ -72,24 +72,24 @@ class Call:
 
     @property
     def flags(self) -> int:
-        """Those of `os.open`; for other calls, those that the descriptor was opened with."""
+        """Return the flags of `os.open`, or those with which the call's descriptor was opened."""
         if self.name == "open":
             return int(self.args[1])
         return fcntl.fcntl(self.args[0], fcntl.F_GETFL)
 
     @property
     def direct(self) -> bool:
-        """Whether it goes past the page cache."""
+        """True if the call bypasses the page cache."""
         return bool(self.flags & os.O_DIRECT)
 
     def fail(self, number: int) -> Any:
-        """What the call does where it fails: a close has closed, what a sync was to write is lost.
+        """Fail as the system does: a close has closed, a failed sync loses the data.
 
-        Raises the error, but for functions of the C library, which leave its number.
+        Raises the error, except for functions of the C library, which set errno.
         """
-        if self.name in OF_LIBC:
+        if self.name in LIBC_FAILURES:
             ctypes.set_errno(number)
-            return OF_LIBC[self.name]
+            return LIBC_FAILURES[self.name]
         if self.name == "close":
             self.go_on()
         elif self.name in SYNCING:
@@ -100,7 +100,7 @@ class Call:
         )
 
     def in_part(self, most: int | None = None) -> Any:
-        """Read or write this many bytes at most; if it is not given, a third of what was asked."""
+        """Read or write at most this many bytes; by default, a third of the request."""
         descriptor, what, *rest = self.args
         if self.name in ("pread", "read"):
             return self.plain(descriptor, _fewer(what, most), *rest)
@@ -115,7 +115,7 @@ def _fewer(nbytes: int, most: int | None) -> int:
 
 
 def place_of(path: Any, folder: int | None = None) -> str | None:
-    """The path of a name or of a descriptor."""
+    """Return the path of a name or of a descriptor."""
     if isinstance(path, int):
         try:
             return _readlink(f"/proc/self/fd/{path}")
@@ -130,7 +130,7 @@ def place_of(path: Any, folder: int | None = None) -> str | None:
 
 
 def _lose(descriptor: int) -> None:
-    """A sync has failed: what was written is gone, though the file looks as if it was there."""
+    """Drop the written data after a failed sync, though the file still looks complete."""
     status = _fstat(descriptor)
     if stat.S_ISREG(status.st_mode):
         _ftruncate(descriptor, 0)
@@ -142,21 +142,21 @@ def system_call(
     *names: str,
     fails_with: int | None = None,
     short: int | None = None,
-    returns: Any = AS_IT_IS,
+    returns: Any = UNCHANGED,
     answer: Callable[[Call], Any] | None = None,
     before: Callable[[], object] = bool,
     after: Callable[[], object] = bool,
     when: Callable[[Call], bool] = lambda call: True,
     at: int | Container[int] | None = None,
 ) -> Iterator[list[Call]]:
-    """Inside, calls of these functions do as is said; yields the list of those that were made.
+    """Context that intercepts calls of these functions; yields the list of those that were made.
 
-    They fail with an error of this number, read or write at most `short` bytes, return what is
-    given without being made, or do what `answer` does; if none is said, what they do always.
-    `before` is called before that, `after` when it has ended well.
+    They fail with an error of this number, read or write at most `short` bytes, return a value
+    without being made, or do what `answer` does; by default, they run as usual. `before` is called
+    before that, `after` when it has succeeded.
 
-    This concerns, of the calls that `when` chooses, those whose number is in `at`, counted from 1;
-    all of them, if it is not given. Only these are listed.
+    This applies, of the calls that `when` chooses, to those whose number is in `at`, counted from
+    1; by default, to all of them. Only these are listed.
     """
     made: list[Call] = []
     count, lock = 0, threading.Lock()
@@ -188,18 +188,18 @@ def _answer(fails_with: int | None, short: int | None, returns: Any) -> Callable
         return lambda call: call.fail(fails_with)
     if short is not None:
         return lambda call: call.in_part(short)
-    return Call.go_on if returns is AS_IT_IS else lambda call: returns
+    return Call.go_on if returns is UNCHANGED else lambda call: returns
 
 
 @contextmanager
 def answered(names: Iterable[str], answer: Callable[[Call], Any]) -> Iterator[None]:
-    """Inside, `answer` does what these functions do.
+    """Replace these functions by `answer` inside the context.
 
-    They are those of `os` and `fcntl`, `mmap` of Python, and those of `OF_LIBC`.
+    They are functions of `os` and `fcntl`, `mmap` of Python, and those of `LIBC_FAILURES`.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
-            owner = libc if name in OF_LIBC else fcntl if hasattr(fcntl, name) else os
+            owner = libc if name in LIBC_FAILURES else fcntl if hasattr(fcntl, name) else os
             if name == "mmap":
                 patch.setattr(mmap, name, _answered_maps(answer))
             else:
@@ -234,19 +234,21 @@ _until_the_end = ExitStack()
 
 
 def until_the_end(fault: AbstractContextManager[T]) -> T:
-    """Enter it for as long as this process, or a fork of it, lives."""
+    """Enter a context for the life of this process, or of its fork."""
     return _until_the_end.enter_context(fault)
 
 
-def refusing_opens(flag: int, number: int = errno.EOPNOTSUPP) -> AbstractContextManager[list[Call]]:
-    """A file system that does not know some flag of `os.open`."""
+def rejecting_opens(
+    flag: int, number: int = errno.EOPNOTSUPP
+) -> AbstractContextManager[list[Call]]:
+    """Simulate a file system that rejects a flag of `os.open`."""
     return system_call("open", fails_with=number, when=lambda call: call.flags & flag == flag)
 
 
-def statx_tells(alignment: int, *, mask: int = 0x2000) -> AbstractContextManager[list[Call]]:
-    """Every file system tells that direct reads and writes want multiples of so many bytes.
+def report_alignment(alignment: int, *, mask: int = 0x2000) -> AbstractContextManager[list[Call]]:
+    """Make every file system report this alignment for direct reads and writes.
 
-    Of none at all, if it is 0; it tells nothing, if the `mask` is 0, too.
+    0 means that direct I/O is not supported. With a `mask` of 0 it reports nothing.
     """
 
     def tell(call: Call) -> int:
@@ -259,8 +261,8 @@ def statx_tells(alignment: int, *, mask: int = 0x2000) -> AbstractContextManager
     return system_call("statx", answer=tell)
 
 
-def taking_direct_opens() -> AbstractContextManager[list[Call]]:
-    """Every file system takes the flag for direct reads and writes, and pays no heed to it."""
+def accepting_direct_opens() -> AbstractContextManager[list[Call]]:
+    """Make every file system accept, and ignore, the flag for direct reads and writes."""
 
     def open_cached(call: Call) -> Any:
         path, flags, *rest = call.args
@@ -271,26 +273,26 @@ def taking_direct_opens() -> AbstractContextManager[list[Call]]:
 
 @contextmanager
 def held_calls(name: str) -> Iterator[Gate]:
-    """Inside, calls of this function begin once the gate is open."""
+    """Hold calls of this function until the gate is open."""
     gate = Gate()
     with system_call(name, before=gate.hold):
         yield gate
 
 
-def no_chance() -> AbstractContextManager[list[Call]]:
-    """The system's random bytes are all zero: names that are drawn can be guessed."""
+def random_bytes_zero() -> AbstractContextManager[list[Call]]:
+    """Make the system's random bytes all zero, so that drawn names can be guessed."""
     return system_call("urandom", answer=lambda call: bytes(call.args[0]))
 
 
-def free_room(nbytes: int) -> AbstractContextManager[list[Call]]:
-    """File systems say that so many bytes, whole pages, are free."""
+def report_free_space(nbytes: int) -> AbstractContextManager[list[Call]]:
+    """Make file systems report so many bytes, whole pages, as free."""
     free = SimpleNamespace(f_bavail=nbytes // mmap.PAGESIZE, f_frsize=mmap.PAGESIZE)
     return system_call("fstatvfs", returns=free)
 
 
 @contextmanager
-def lacking(name: str) -> Iterator[None]:
-    """Inside, the C library has no function of this name."""
+def without_libc_function(name: str) -> Iterator[None]:
+    """Hide a function of the C library."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(libc, name, None)
         yield
@@ -303,7 +305,7 @@ def lacking(name: str) -> Iterator[None]:
 def answered_files(
     concerned: Callable[[str], bool], answer: Callable[[Call], Any]
 ) -> Iterator[None]:
-    """Inside, `answer` does the calls "open" and "read" of those who read through `open`."""
+    """Replace "open" and "read" of files that are read through `open` by `answer`."""
 
     def call(file: Any, mode: str = "r", buffering: int = -1, *args: Any, **options: Any) -> Any:
         path = place_of(file)
@@ -330,12 +332,12 @@ class _AnsweredFile(io.FileIO):
         self._answer = answer
 
     def readinto(self, buffer: Any) -> int:
-        room = memoryview(buffer).cast("B")
+        target = memoryview(buffer).cast("B")
 
         def plain(_: int, nbytes: int) -> int:
-            return super(_AnsweredFile, self).readinto(room[:nbytes]) or 0
+            return super(_AnsweredFile, self).readinto(target[:nbytes]) or 0
 
-        return int(self._answer(Call("read", (self.fileno(), len(room)), {}, plain)) or 0)
+        return int(self._answer(Call("read", (self.fileno(), len(target)), {}, plain)) or 0)
 
     def read(self, size: int | None = -1) -> bytes | None:
         return io.RawIOBase.read(self, -1 if size is None else size)

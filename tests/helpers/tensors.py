@@ -1,4 +1,4 @@
-"""Tensors, and whatever holds some: copies of them, and whether they are the same."""
+"""Tensors, and containers of them: copying and comparing."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch import nn
 
 
 def parameter_bytes(module: nn.Module, *, trained: bool = False) -> int:
-    """Bytes of all parameters (or those that are trained), tied ones once."""
+    """Return the bytes of all parameters (or those that are trained), tied ones once."""
     return sum(p.nbytes for p in module.parameters() if p.requires_grad or not trained)
 
 
 def assert_same(
     found: Any, expected: Any, where: str = "", *, same_device: bool = False, device: str = "cpu"
 ) -> None:
-    """Nested dicts and lists are equal, and the tensors in them bit for bit, of the same dtype.
+    """Check that nested dicts and lists are equal, and their tensors bitwise, with the same dtype.
 
-    Of tensors, the device may be another, unless it must be the same, too. If a `device` is given,
-    it has computed what was found, and the CPU what is expected: `accelerator.same` compares.
+    Tensors may be on other devices, unless the device must be the same, too. If a `device` is
+    given, it has computed `found`, and the CPU `expected`: `accelerator.same` compares.
     """
     again = functools.partial(assert_same, same_device=same_device, device=device)
     if isinstance(expected, torch.Tensor):
@@ -32,8 +32,9 @@ def assert_same(
         if device == "cpu":
             assert torch.equal(found.detach().cpu(), expected.detach().cpu()), where
         else:
-            from tests.accelerator import same  # loads the accelerator: not in a process that has
-            # gone backward without it, or that forks
+            # Imported here: this loads the accelerator, which must not happen in a process that
+            # forks or has run a backward pass without it.
+            from tests.accelerator import same
 
             assert same(found, expected, device), where
     elif isinstance(expected, dict):
@@ -49,12 +50,12 @@ def assert_same(
 
 
 def pickled(value: Any) -> Any:
-    """A copy that was pickled."""
+    """Return a copy made with pickle."""
     return pickle.loads(pickle.dumps(value))
 
 
 def saved(value: Any) -> Any:
-    """A copy that was saved and loaded."""
+    """Return a copy made with torch.save and torch.load."""
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)

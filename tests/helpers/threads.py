@@ -1,4 +1,4 @@
-"""Threads: starting one, and holding one up where a test wants it."""
+"""Threads: starting them, and blocking them at a point."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 PATIENCE = 60
-"""Seconds after which something that should have happened never will. Nothing is timed."""
+"""Seconds after which an expected event counts as failed. Nothing is timed."""
 
 
 class Gate:
-    """Holds up whoever comes to it until it is opened. `reached` is set once somebody came."""
+    """Blocks each thread that reaches it until it is opened. `reached` is set once one has."""
 
     def __init__(self) -> None:
         self.reached = threading.Event()
@@ -28,7 +28,7 @@ class Gate:
 
 
 def hold_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> Gate:
-    """From now on, calls of a function of `owner` begin once the gate is open."""
+    """Make calls of a function of `owner` wait until the gate is open."""
     gate = Gate()
     original = getattr(owner, name)
 
@@ -41,7 +41,7 @@ def hold_calls(monkeypatch: pytest.MonkeyPatch, owner: object, name: str) -> Gat
 
 
 def start_thread(target: Callable[[], object]) -> threading.Thread:
-    """A thread that does this, and that keeps no process from ending."""
+    """Start a daemon thread."""
     thread = threading.Thread(target=target, daemon=True)
     thread.start()
     return thread

@@ -1,6 +1,6 @@
-"""Functions of torch that are looked at, or fail, where a thread calls them.
+"""Functions of torch that are observed, or fail, on a thread that calls them.
 
-By torch's own means: nothing is replaced, and other threads are not concerned.
+This uses torch's own means: nothing is replaced, and other threads are not affected.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class BeforeEach(TorchFunctionMode):
-    """Inside, on this thread: `act` is called before each call of the function of this name.
+    """Context that calls `act` before each call, on this thread, of the function of this name.
 
-    Such as "copy_" of tensors, or "empty" of torch. What `act` raises, the call raises.
+    For example "copy_" of tensors, or "empty" of torch. If `act` raises, the call raises.
     """
 
     def __init__(self, name: str, act: Callable[[], object]) -> None:

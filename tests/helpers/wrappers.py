@@ -1,4 +1,4 @@
-"""A tensor that wraps others, and says how: as quantised weights do."""
+"""A tensor that wraps others and lists them, as quantised weights do."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_map
 
 
 class Scaled(torch.Tensor):
-    """Rows of small numbers, each row with a scale: as quantised weights are."""
+    """Rows of small numbers, each row with a scale, as in quantised weights."""
 
     numbers: torch.Tensor
     scales: torch.Tensor

@@ -27,7 +27,7 @@ class Held:
 
 @dataclass
 class Entry:
-    """All that the books know of one group."""
+    """The reference state of one group."""
 
     group: GroupId
     nbytes: int
@@ -46,20 +46,20 @@ class Entry:
     shared: bool = False  # in host memory it takes another process's room
 
     def complete(self, tier: Tier) -> bool:
-        """Whether the newest bytes are on `tier`."""
+        """Return whether `tier` has the newest bytes."""
         copy = self.copies.get(tier)
         return copy is not None and copy.version == self.version
 
     def saved(self) -> bool:
-        """Whether the newest bytes are where they outlive memory."""
+        """Return whether a persistent tier has the newest bytes."""
         return any(tier.persistent and self.complete(tier) for tier in self.copies)
 
     def moving(self) -> bool:
-        """Whether any of its copies is read or written by a transfer, or filled by its caller."""
+        """Return whether a transfer or its caller reads or writes any of its copies."""
         return any(copy.readers or copy.version is None for copy in self.copies.values())
 
     def exclusive(self) -> bool:
-        """Whether it is lent to somebody who must be alone."""
+        """Return whether it is leased for update."""
         return any(access is not Access.READ for access in self.leases)
 
 
@@ -72,13 +72,13 @@ class Books:
         self.top = self.tiers[0]
         self.host = [tier for tier in self.tiers if not tier.persistent][-1]
         self.used = dict.fromkeys(self.tiers, 0)
-        self.borrowed = dict.fromkeys(self.tiers, 0)  # bytes that are no copy's
+        self.carved_out = dict.fromkeys(self.tiers, 0)  # bytes that are no copy's
         self.shared_budget = self.shared_used = 0  # of host memory, beside its budget
         self.entries: dict[GroupId, Entry] = {}
         self.moving: list[Copy] = []
         self.followed: list[Instruction] = []
 
-    # What the caller of the planner does -------------------------------------------------------
+    # Calls of the planner ----------------------------------------------------------------------
 
     def registered(
         self, key: GroupId, nbytes: int, tier: Tier, *, backed: bool, shared: bool = False
@@ -108,7 +108,7 @@ class Books:
         self.entries[key].offloaded = self.top in self.entries[key].copies
 
     def may_lease(self, key: GroupId, access: Access) -> bool:
-        """What the planner must answer: no more, no less."""
+        """Return exactly the answer that the planner must give."""
         entry = self.entries[key]
         if entry.discarded or entry.exclusive() or not entry.complete(self.top):
             return False
@@ -123,7 +123,7 @@ class Books:
             entry.copies[self.top].version = entry.version
 
     def may_hold(self, key: GroupId, purpose: HostAccess) -> bool | None:
-        """What the planner must answer to who wants to hold it. None: that depends on the room."""
+        """Return the answer to a request to hold it, or None if it depends on free space."""
         entry = self.entries[key]
         if entry.held or entry.leases or entry.moving():
             return False
@@ -132,7 +132,7 @@ class Books:
         return entry.complete(self.host)
 
     def took_hold(self, key: GroupId, purpose: HostAccess) -> None:
-        """If it is changed: copies that are made later have what is new."""
+        """Record an update: later copies have the new bytes."""
         entry = self.entries[key]
         entry.held = True
         if purpose is HostAccess.READ:
@@ -168,7 +168,7 @@ class Books:
         entry.copies[move.src].readers -= 1
         return entry
 
-    # What the planner instructs ----------------------------------------------------------------
+    # Instructions ------------------------------------------------------------------------------
 
     def follow(self, instruction: Instruction) -> None:
         """Do what is instructed, and object to it if it breaks a promise."""
@@ -221,7 +221,7 @@ class Books:
     def own(self, tier: Tier) -> int:
         """The bytes that count against the budget of a tier."""
         shared = self.shared_used if tier is self.host else 0
-        return self.used[tier] + self.borrowed[tier] - shared
+        return self.used[tier] + self.carved_out[tier] - shared
 
     def _drop(self, entry: Entry, tier: Tier) -> None:
         assert tier in entry.copies, f"{entry.group} is not on {tier.name}: dropped twice"
@@ -253,7 +253,7 @@ class Books:
             awaited = entry.fetches and not entry.discarded and not stale
             assert not awaited, f"{where} is dropped before who wants to hold it woke up"
 
-    # What must be true between steps -----------------------------------------------------------
+    # Invariants between steps ------------------------------------------------------------------
 
     def inspect(self) -> None:
         """Assert what no single instruction can break."""
@@ -291,13 +291,16 @@ class Books:
         return [k for k, e in self.entries.items() if not (e.discarded or e.claimed)]
 
     def held_for_good_leave(self, nbytes: int, held: int) -> bool:
-        """Whether a group of `nbytes` fits into host memory beside what is held there for good."""
+        """Return whether `nbytes` fit into host memory beside the groups held permanently."""
         budget = self.budgets[self.host]
         return budget is None or held + nbytes <= budget
 
     def never_comes_up(self, key: GroupId, goal: Tier) -> bool:
-        """Whether a group is too large for memory from `goal` on, or for a persistent tier that
-        it has to pass through: one above all that it is on."""
+        """Return whether a group is too large for a tier that it must occupy.
+
+        These are memory from `goal` on, and each persistent tier that it has to pass through: one
+        above all tiers that have it.
+        """
         entry = self.entries[key]
         for tier in self.tiers[self.tiers.index(goal) :]:
             if tier.persistent and tier in entry.copies:
@@ -312,10 +315,10 @@ class Books:
         return False
 
     def disk_is_tight(self) -> bool:
-        """Whether some group that no file holds would not fit on the disk any more.
+        """Return whether some group without a file would not fit on the disk any more.
 
-        What is on a persistent tier can leave it for the one below, so that only the last one may
-        be full; but one above it may be too small for a group that has to pass through.
+        Copies on a persistent tier can move to the one below, so that only the last one may be
+        full; but one above it may be too small for a group that has to pass through.
         """
         unsaved = [e.nbytes for e in self.entries.values() if not e.complete(self.tiers[-1])]
         budget = self.budgets[self.tiers[-1]]

@@ -18,7 +18,7 @@ from tierstore import simulation
 from tierstore.model.events import Event
 from tierstore.model.moves import Instruction
 from tierstore.model.tiers import TIERS, Tier
-from tierstore.observe.event_log import from_row, replayed, to_row
+from tierstore.observe.event_log import from_row, replay_events, to_row
 from tierstore.plan.planner import planner_for
 from tierstore.trace import read_trace
 
@@ -51,7 +51,7 @@ def replay(file: str | Path) -> Iterator[tuple[Event, list[Instruction]]]:
         tier = tiers.setdefault(name, Tier(rank, name, persistent=persistent))
         budgets[tier] = budget
     log = (from_row(row, tiers) for row in rows)
-    return replayed(log, planner_for(budgets, head["policy"], memory=head["memory"]))
+    return replay_events(log, planner_for(budgets, head["policy"], memory=head["memory"]))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ ROUNDS = 2000
 """More rounds than any history needs to come to rest: beyond them it never will."""
 
 MEMORY = 64
-"""How many uses the schedule of a world remembers."""
+"""Number of uses that the schedule of a world remembers."""
 
 Kind = Callable[[Mapping[Tier, int | None], Policy, LearnedOrder], Planner]
 """`Planner`, or what behaves as one, as those of `mutants` do."""
@@ -123,12 +123,12 @@ class World:
         self.planner.check()
         self.books.inspect()
         self._compare()
-        self._excuse_what_is_full()
+        self._excuse_full_tiers()
         for saver in self.savers:
             saver.answer = saver.answer or self._answer_to(saver.key)
 
     def _answer_to(self, key: GroupId) -> BaseException | bool | None:
-        """Whether a save of `key` is done, or why it never will be."""
+        """Return whether a save of `key` is done, or its error."""
         entry = self.books.entries.get(key)
         if entry is None or entry.discarded:
             return KeyError(key)
@@ -146,24 +146,24 @@ class World:
         idle = not books.moving and not filling
         assert planner.idle() == idle, f"idle is {idle}: an instruction was lost, or made twice"
 
-    def _excuse_what_is_full(self) -> None:
+    def _excuse_full_tiers(self) -> None:
         """A demand may fail for want of room only at a moment at which the disk has none."""
         wanted = {w.key for w in self.waiters} | set(self.claims) | {s.key for s in self.savers}
         wanted |= {f.key for f in self.fetchers}
         for key in wanted & self.books.entries.keys():
             error = self.planner.error_of(key) if key in self.planner else None
             if isinstance(error, BudgetError) and id(error) not in self._excused:
-                tight = self.books.disk_is_tight() or not self.fits_beside_what_is_held(key)
+                tight = self.books.disk_is_tight() or not self.fits_beside_held(key)
                 assert tight, f"{key} failed though there is room: {error}"
                 self._excused.add(id(error))
                 self._injected.append(error)
 
-    def fits_beside_what_is_held(self, key: GroupId) -> bool:
+    def fits_beside_held(self, key: GroupId) -> bool:
         entries = self.books.entries
         held = sum(entries[h.key].nbytes for h in self.holders if h.purpose is HostAccess.PERMANENT)
         host = self.books.tiers.index(self.books.host)
         above, below = self.books.tiers[:host], self.books.tiers[host:]
-        # What is only on the device makes room there by way of host memory.
+        # A copy that is only on the device leaves it through host memory.
         only_above = [
             entry.nbytes
             for entry in entries.values()
@@ -177,7 +177,7 @@ class World:
             only_above.append(entries[key].nbytes)
         return self.books.held_for_good_leave(max(only_above), held)
 
-    # What callers do ---------------------------------------------------------------------------
+    # Callers -----------------------------------------------------------------------------------
 
     def register(
         self,
@@ -195,22 +195,22 @@ class World:
         return key
 
     def allow(self, nbytes: int) -> None:
-        """What is shared may take so many bytes of host memory from now on."""
+        """Set the host memory that shared groups may take, in bytes."""
         self.books.shared_budget = nbytes
         self.step(events.SharedBudgetChanged(nbytes))
 
-    def borrow(self, tier: Tier, nbytes: int) -> bool:
+    def carve_out(self, tier: Tier, nbytes: int) -> bool:
         """Have so many bytes of a tier in memory that are no copy's, if there is room."""
         self.sound = False
         self.now += 1.0
-        before = self.planner.borrowed[tier]
-        self.books.borrowed[tier] = min(nbytes, before)  # what is given back may be taken at once
+        before = self.planner.carved_out[tier]
+        self.books.carved_out[tier] = min(nbytes, before)  # what is given back may be taken at once
         self._handle(events.MemoryBorrowed(tier, nbytes))
-        self.books.borrowed[tier] = self.planner.borrowed[tier]
-        assert self.books.borrowed[tier] in (before, nbytes)
+        self.books.carved_out[tier] = self.planner.carved_out[tier]
+        assert self.books.carved_out[tier] in (before, nbytes)
         self._inspect_room(tier)
         self.sound = True
-        return self.books.borrowed[tier] == nbytes
+        return self.books.carved_out[tier] == nbytes
 
     def _inspect_room(self, tier: Tier) -> None:
         budget, used = self.books.budgets[tier], self.books.own(tier)
@@ -236,9 +236,9 @@ class World:
         return key
 
     def _order(self, key: GroupId) -> UseOrder:
-        """In a world with routed groups, every second one that nobody announces is one."""
+        """In a world with routed groups, every second one without a prefetch is routed."""
         if key in self._guided:
-            return UseOrder.ANNOUNCED
+            return UseOrder.PREFETCHED
         return UseOrder.ROUTED if self._routed and key.generation % 2 else UseOrder.LEARNED
 
     def _new_key(self, name: str) -> GroupId:
@@ -334,7 +334,7 @@ class World:
             self.books.entries[waiter.key].demands -= 1
 
     def give_up(self, waiter: Waiter) -> None:
-        """A waiter was told of an error, or wants nothing any more."""
+        """Drop a waiter that got an error or withdrew."""
         self._answered(waiter)
         self.step(events.Withdrawn(waiter.key))
         others = {w.key for w in [*self.waiters, *self.savers, *self.fetchers]}
@@ -371,7 +371,7 @@ class World:
         return fetcher
 
     def hold(self, fetcher: Holder) -> bool:
-        """Who wants to hold a group looks again. True if there is an answer."""
+        """Poll a request to hold a group. True if there is an answer."""
         key = fetcher.key
         entry = self.books.entries.get(key)
         gone = entry is None or entry.discarded
@@ -396,7 +396,7 @@ class World:
         return held
 
     def withdraw_fetch(self, fetcher: Holder) -> None:
-        """Somebody was told of an error, or does not want to hold it any more."""
+        """Drop a holder that got an error or withdrew."""
         self._no_longer_fetched(fetcher)
         if fetcher.key in self.planner:
             self.step(events.HostWithdrawn(fetcher.key, fetcher.purpose))
@@ -412,7 +412,7 @@ class World:
         self.step(events.HostReleased(holder.key))
 
     def put_away(self, key: GroupId) -> None:
-        """What is on disk is nowhere else from now on, as soon as nobody uses it there."""
+        """Make the disk copy the only one, once the group is unused."""
         if self.planner.saved(key):
             self.books.put_away(key)
             self.step(events.MemoryReleased(key))
@@ -433,7 +433,7 @@ class World:
         return saver
 
     def look_saved(self, saver: Saver) -> bool:
-        """Whoever waits for a save looks again. True if it has its answer."""
+        """Poll a save. True if it has its answer."""
         if saver.answer is None:
             return False
         self.savers.remove(saver)
@@ -447,7 +447,7 @@ class World:
         self.books.discarded(key)
         self.step(events.Discarded(key))
 
-    # What carriers do --------------------------------------------------------------------------
+    # Movers ------------------------------------------------------------------------------------
 
     def deliver(self, move: Copy) -> None:
         self.books.delivered(move)
@@ -462,7 +462,7 @@ class World:
     # The end -----------------------------------------------------------------------------------
 
     def round(self) -> bool:
-        """Everybody does what is left to do, once. False if nobody could do anything."""
+        """Let every actor finish one thing. False if none could."""
         lent = [holder for holder in self.holders if holder.purpose is not HostAccess.PERMANENT]
         acted = bool(self.leases or lent or self.books.moving)
         for lease in list(self.leases):
@@ -478,7 +478,7 @@ class World:
         return acted
 
     def tear(self) -> None:
-        """A step was cut short: a new planner takes stock, and whoever waits asks again."""
+        """Interrupt a step: a new planner takes inventory, and waiters ask again."""
         self.planner = self._new_planner()
         self.log.clear()
         self.told.clear()
@@ -491,12 +491,12 @@ class World:
             allowed = events.SharedBudgetChanged(self.books.shared_budget)
             self.log.append((self.now, allowed))
             self.told.append(self.planner.handle(allowed, self.now))
-        for tier, nbytes in self.books.borrowed.items():
+        for tier, nbytes in self.books.carved_out.items():
             if nbytes:
-                borrowed = events.MemoryBorrowed(tier, nbytes)
-                self.log.append((self.now, borrowed))
-                self.told.append(self.planner.handle(borrowed, self.now))
-                assert self.planner.borrowed[tier] == nbytes, "it was there before"
+                carved_out = events.MemoryBorrowed(tier, nbytes)
+                self.log.append((self.now, carved_out))
+                self.told.append(self.planner.handle(carved_out, self.now))
+                assert self.planner.carved_out[tier] == nbytes, "it was there before"
         self.step(events.Recovered(tuple(self.found(entry.group) for entry in entries)))
         self._ask_again(waits)
 
@@ -554,7 +554,7 @@ class World:
                 break
             if not self.round():
                 assert self.holders, f"nothing moves, nothing is lent, and these wait: {left}"
-                self._assert_nobody_waits_in_vain()
+                self._assert_no_waiter_is_blocked()
                 self.let_go(self.holders[0])
         else:
             raise AssertionError(f"no rest after {ROUNDS} rounds: {self.books.moving}")
@@ -562,8 +562,8 @@ class World:
         gone = [key for key, entry in self.books.entries.items() if entry.discarded]
         assert not gone, f"{gone} were discarded and are still there"
 
-    def _assert_nobody_waits_in_vain(self) -> None:
-        """What is held for good is given back by nobody who waits: who needs it was told so."""
+    def _assert_no_waiter_is_blocked(self) -> None:
+        """Permanent leases are never returned: requests that need their space get an error."""
         held = {holder.key for holder in self.holders}
         left = [*self.waiters, *self.fetchers, *self.savers]
         vain = [waiter for waiter in left if waiter.key not in held]
@@ -574,7 +574,7 @@ class World:
 
 
 REMOTE = Tier(3, "REMOTE", persistent=True)
-"""Where some histories have a tier below the disk."""
+"""Worlds of which some have a tier below the disk."""
 
 
 class History:

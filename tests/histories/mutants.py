@@ -23,7 +23,7 @@ from tierstore.plan.schedule import LearnedOrder
 
 
 class Facts:
-    """What really happened, as the caller told it, and what the real planner has instructed."""
+    """The real events, as the caller reported them, and the real planner's instructions."""
 
     def __init__(self) -> None:
         self.sizes: dict[GroupId, int] = {}
@@ -171,7 +171,7 @@ class FaultyPlanner:
     def check(self) -> None:
         """Does not look after its own promises."""
 
-    # What the faults have in common ------------------------------------------------------------
+    # Shared by the mutants ---------------------------------------------------------------------
 
     def one_lease_more(self, group: GroupId) -> Iterator[Event]:
         """The one within waits for a lease to come back that is none."""
@@ -186,7 +186,7 @@ class FaultyPlanner:
         yield events.Released(group, Access.READ)
 
     def makes_room(self, event: Event, copy: Copy) -> bool:
-        """Whether a group is copied down because its place is wanted, not to be saved."""
+        """Return whether a group is copied down to free its slot, not to be saved."""
         down = copy.dst > copy.src and copy.urgent
         return (
             down and not self.inner.saving(copy.group) and not isinstance(event, events.Offloaded)
@@ -236,7 +236,7 @@ class TrustsAFailedCopy(FaultyPlanner):
 # Promise 2: budgets hold, counting what is on its way --------------------------------------------
 
 
-class TakesRoomTwice(FaultyPlanner):
+class ReservesSpaceTwice(FaultyPlanner):
     """Thinks that more fits on the fastest tier than does: `more` bytes."""
 
     def more(self) -> int:
@@ -254,12 +254,12 @@ class TakesRoomTwice(FaultyPlanner):
             yield events.BudgetChanged(budget + self.more())
 
 
-class ForgetsWhatIsArriving(TakesRoomTwice):
+class ForgetsArrivals(ReservesSpaceTwice):
     def more(self) -> int:
         return sum(self.facts.sizes[key] for key, _, dst in self.facts.moving if dst is self.top)
 
 
-class CountsACopyTwiceGone(TakesRoomTwice):
+class CountsARemovalTwice(ReservesSpaceTwice):
     gone = 0
 
     def more(self) -> int:
@@ -272,7 +272,7 @@ class CountsACopyTwiceGone(TakesRoomTwice):
 
 
 class SaysThatLessIsUsed(FaultyPlanner):
-    """Does not tell of what is arriving."""
+    """Omits arriving copies."""
 
     @property
     def used(self) -> Mapping[Tier, int]:
@@ -286,7 +286,7 @@ class SaysThatLessIsUsed(FaultyPlanner):
 
 
 class EvictsTheLeased(FaultyPlanner):
-    """Waits for the leases of readers to come back, but thinks that nobody uses what they have."""
+    """Waits for readers' leases to return, but treats their copies as unused."""
 
     def hears(self, event: Event) -> Iterator[Event]:
         match event:
@@ -330,7 +330,7 @@ class EvictsTheHeld(FaultyPlanner):
         return group not in self.facts.held and self.inner.host_leasable(group, purpose)
 
 
-class DropsWhatIsRead(FaultyPlanner):
+class DropsCopiesBeingRead(FaultyPlanner):
     """Gives up what is saved to make room before it is saved."""
 
     def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
@@ -342,7 +342,7 @@ class DropsWhatIsRead(FaultyPlanner):
         return told
 
 
-class DropsWhatIsWritten(FaultyPlanner):
+class DropsCopiesBeingWritten(FaultyPlanner):
     """Gives up what arrives of a group that is not wanted any more before it is there."""
 
     def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
@@ -352,7 +352,7 @@ class DropsWhatIsWritten(FaultyPlanner):
         return [*instructions, *(Drop(event.group, nbytes, dst) for _, dst in moves)]
 
 
-# Promise 4: a group being changed has one copy, and nobody beside its changer ---------------------
+# Promise 4: a group being updated has one copy and one user ---------------------------------------
 
 
 class KeepsStaleCopies(FaultyPlanner):
@@ -381,7 +381,7 @@ class LetsTwoHold(FaultyPlanner):
         return self.inner.host_leasable(group, purpose) or group in self.facts.held
 
 
-class LetsHoldWhatIsLent(FaultyPlanner):
+class HoldsLeasedGroups(FaultyPlanner):
     def host_leasable(self, group: GroupId, purpose: HostAccess) -> bool:
         there = self.host in self.inner.residence(group) and group not in self.facts.held
         return self.inner.host_leasable(group, purpose) or (
@@ -410,7 +410,7 @@ class LendsTheHeldToAChanger(FaultyPlanner):
         return self.inner.leasable(group, access) or beside
 
 
-class SavesWhatIsBeingChanged(FaultyPlanner):
+class SavesDuringUpdates(FaultyPlanner):
     """Takes who changes a group for a reader, as soon as there are no other copies."""
 
     def hears(self, event: Event) -> Iterator[Event]:
@@ -446,12 +446,12 @@ class LeavesTheForgotten(FaultyPlanner):
         ]
 
 
-class KeepsWhatWasPutAway(FaultyPlanner):
+class KeepsFlushedCopies(FaultyPlanner):
     def hears(self, event: Event) -> Iterable[Event]:
         return [] if isinstance(event, events.MemoryReleased) else [event]
 
 
-class GivesUpItsSource(FaultyPlanner):
+class EvictsItsSource(FaultyPlanner):
     """Evicts what is on its way up, between its two hops."""
 
     hoped: frozenset[GroupId] = frozenset()
@@ -563,7 +563,7 @@ class NeverAsksAgain(FaultyPlanner):
                 yield events.Withdrawn(event.group)
 
 
-class NeverGivesUp(FaultyPlanner):
+class NeverFailsRequests(FaultyPlanner):
     """Waits for a lease that never comes back, whatever is stuck meanwhile."""
 
     waits = False
@@ -575,7 +575,7 @@ class NeverGivesUp(FaultyPlanner):
             yield from self.one_lease_more(next(iter(self.facts.sizes)))
 
 
-class HopesTakeNeededRoom(FaultyPlanner):
+class PrefetchesTakeNeededSpace(FaultyPlanner):
     """A prefetch takes the room that a claim waits for, again and again."""
 
     hopes: tuple[GroupId, ...] = ()
@@ -595,10 +595,10 @@ class HopesTakeNeededRoom(FaultyPlanner):
         return [one for one in instructions if one not in claims]
 
 
-class OrphansKeepTheirRoom(FaultyPlanner):
-    """The room of a demand that was taken back is not given to others, until it is wanted again.
+class OrphansKeepTheirSpace(FaultyPlanner):
+    """Keeps the space of a withdrawn demand from others, until it is wanted again.
 
-    It is as if somebody held the group in host memory, for whom nobody waits.
+    It is as if the group were held in host memory without a waiter.
     """
 
     def __init__(self, *args: Any) -> None:
@@ -640,7 +640,7 @@ class OrphansKeepTheirRoom(FaultyPlanner):
             yield events.HostReleased(group)
 
 
-class KeepsThePromiseOfAClaim(OrphansKeepTheirRoom):
+class KeepsThePromiseOfAClaim(OrphansKeepTheirSpace):
     """Room that a claim was granted counts as taken for ever, until the group is wanted again."""
 
     def hears(self, event: Event) -> Iterator[Event]:
@@ -662,7 +662,7 @@ class LosesInstructions(FaultyPlanner):
 
 
 class KeepsAnOldError(FaultyPlanner):
-    """Who was told of an error still counts as waiting."""
+    """Counts a waiter that got an error as waiting."""
 
     def hears(self, event: Event) -> Iterable[Event]:
         if isinstance(event, events.Withdrawn) and event.group in self.inner:
@@ -673,7 +673,7 @@ class KeepsAnOldError(FaultyPlanner):
 
 
 class NeverChangesItsMind(FaultyPlanner):
-    """What was to leave leaves, although somebody wants it again: that is heard only then."""
+    """Evicts a copy that is wanted again, and notices that only then."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -719,7 +719,7 @@ class LosesDemands(FaultyPlanner):
                 yield events.Withdrawn(event.group)
 
 
-class WaitsForWhatIsHeldForGood(FaultyPlanner):
+class WaitsForPermanentLeases(FaultyPlanner):
     """Takes what is held for good for something that comes back."""
 
     def hears(self, event: Event) -> Iterator[Event]:
@@ -747,6 +747,6 @@ class LosesSaves(FaultyPlanner):
 
 def all_of(namespace: dict[str, Any], excluded: Iterable[type] = ()) -> list[type[FaultyPlanner]]:
     """Every faulty planner of a module."""
-    left_out = {FaultyPlanner, TakesRoomTwice, *excluded}
+    left_out = {FaultyPlanner, ReservesSpaceTwice, *excluded}
     classes = [value for value in namespace.values() if isinstance(value, type)]
     return [c for c in classes if issubclass(c, FaultyPlanner) and c not in left_out]

@@ -1,12 +1,12 @@
-"""What the planner decided in thousands of random histories, in one line for each fifty of them.
+"""Digests of the planner's decisions in thousands of random histories, one line per fifty.
 
     python -m tests.histories.recorded
 
-writes `recorded.json` anew. Do that where the planner is meant to decide differently, never where
-its code is only put into another shape: for those changes the file is there.
+rewrites `recorded.json`. Run it where the planner is meant to decide differently, never where its
+code is only refactored: the file is there for those changes.
 
-A line is a digest of every instruction in order, as words that do not depend on the types by which
-groups and tiers go in the code.
+A line is a digest of every instruction in order, in words that do not depend on the types of groups
+and tiers in the code.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def words_of(instruction: Instruction) -> str:
 
 
 def digest(policy: str, first: int) -> str:
-    """Of the instructions of `AT_ONCE` histories, from seed `first` on."""
+    """Return the digest of the instructions of `AT_ONCE` histories, from seed `first` on."""
     found = hashlib.blake2b(digest_size=8)
     for seed in range(first, first + AT_ONCE):
         for instruction in play(seed, policy, STEPS).books.followed:

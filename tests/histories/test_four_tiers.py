@@ -16,16 +16,21 @@ from tierstore.model.tiers import Tier
 SEEDS = 300
 PLAYED = by_lane(120, SEEDS, SEEDS)
 FULL = (39, 57, 113, 160)
-"""Here a disk between two tiers is full of what waits to go up. For what is above to leave, it must
-pass through the disk, and the planner gives up, although all of it would fit on the tier below."""
+"""Known limit: a disk between two tiers is full of groups that wait to move up.
+
+Copies above must pass through the disk to leave, and the planner gives up, although all would fit
+on the tier below.
+"""
 
 LOST_SAVES = (("lru", 4), ("next-use", 285))
-"""Here a group is saved to the disk and leaves it in the same step, because memory has it too: who
-waits for the save never sees it done."""
+"""Known limit: a group is saved to the disk and leaves it in the same step.
+
+Memory has it too; a waiter for the save never sees it done.
+"""
 
 
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
-def test_every_promise_holds_with_a_tier_below_the_disk(policy: str) -> None:
+def test_tier_below_the_disk_keeps_every_promise(policy: str) -> None:
     ways: Counter[tuple[Tier, Tier]] = Counter()
     for seed in set(range(PLAYED)).difference(FULL):
         followed = play(seed, policy, remote=True).books.followed
@@ -39,7 +44,7 @@ def test_every_promise_holds_with_a_tier_below_the_disk(policy: str) -> None:
     ("policy", "seed"),
     [(p, seed) for p in ("next-use", "lru") for seed in FULL if (p, seed) != ("next-use", 39)],
 )
-def test_a_full_disk_between_two_tiers_blocks_nobody(
+def test_full_disk_between_two_tiers_blocks_no_request(
     policy: str, seed: int, tmp_path: Path
 ) -> None:
     play(seed, policy, remote=True, logs=tmp_path)
@@ -47,7 +52,7 @@ def test_a_full_disk_between_two_tiers_blocks_nobody(
 
 @pytest.mark.xfail(reason="the only persistent copy may make room if memory has another")
 @pytest.mark.parametrize(("policy", "seed"), LOST_SAVES)
-def test_what_was_saved_stays_saved(policy: str, seed: int, tmp_path: Path) -> None:
+def test_saved_group_stays_saved(policy: str, seed: int, tmp_path: Path) -> None:
     play(seed, policy, 60, remote=True, logs=tmp_path)
 
 
@@ -56,13 +61,13 @@ def test_what_was_saved_stays_saved(policy: str, seed: int, tmp_path: Path) -> N
     ("mutant", "symptom"),
     [
         (mutants.EvictsTheOnlyCopy, "lost its last copy on DISK"),
-        (mutants.DropsWhatIsRead, "on DISK is dropped while it is read"),
-        (mutants.KeepsWhatWasPutAway, "was put away"),
+        (mutants.DropsCopiesBeingRead, "on DISK is dropped while it is read"),
+        (mutants.KeepsFlushedCopies, "was put away"),
         (mutants.TrustsAFailedCopy, "is complete on"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_the_machine_notices_faults_there(
+def test_state_machine_notices_seeded_faults(
     mutant: type[mutants.FaultyPlanner], symptom: str, tmp_path: Path
 ) -> None:
     """Also those of which there is nothing to see on three tiers: on the disk between."""

@@ -68,7 +68,7 @@ def an_offload_is_taken_back_while_the_save_is_in_flight(planner: Kind) -> None:
     world.finish()
 
 
-def a_source_survives_making_room_for_its_copy(planner: Kind) -> None:
+def source_survives_eviction_for_its_copy(planner: Kind) -> None:
     world = World({Tier.DEVICE: 40, Tier.HOST: 10, Tier.DISK: None}, "lru", planner)
     hoped, wanted = world.register(10), world.register(10)
     world.prefetch([hoped])
@@ -112,7 +112,7 @@ def an_offload_during_arrival_is_not_forgotten(planner: Kind) -> None:
     world.finish()
 
 
-def what_is_demanded_stays_until_its_waiter_wakes(planner: Kind) -> None:
+def demanded_copy_stays_until_its_waiter_wakes(planner: Kind) -> None:
     world = World(SMALL, planner=planner)
     a, b = world.register(10), world.register(10)
     first = world.demand(a)
@@ -152,7 +152,7 @@ def use_out_of_order(policy: str | Callable[[LearnedOrder], Policy]) -> None:
     world.finish()
 
 
-def a_claim_evicts_what_was_put_just_before(planner: Kind) -> None:
+def claim_evicts_a_recent_put(planner: Kind) -> None:
     world = World({Tier.HOST: 12, Tier.DISK: None}, planner=planner)
     first, second = world.claim(8), world.claim(7)
     assert first is not None and second is not None
@@ -164,7 +164,7 @@ def a_claim_evicts_what_was_put_just_before(planner: Kind) -> None:
     world.finish()
 
 
-def a_claim_gets_the_room_of_a_withdrawn_demand(planner: Kind) -> None:
+def claim_gets_the_space_of_a_withdrawn_demand(planner: Kind) -> None:
     world = World({Tier.DEVICE: 12, Tier.HOST: 12, Tier.DISK: None}, planner=planner)
     waiter = world.demand(world.register(8))
     assert waiter is not None
@@ -177,7 +177,7 @@ def a_claim_gets_the_room_of_a_withdrawn_demand(planner: Kind) -> None:
     world.finish()
 
 
-def a_hope_never_takes_the_room_that_a_claim_waits_for(planner: Kind) -> None:
+def prefetch_never_takes_claimed_space(planner: Kind) -> None:
     world = World({Tier.HOST: 12, Tier.DISK: 5}, planner=planner)
     hoped = world.register(2)
     put(world, 9)  # the disk has no room for it
@@ -193,34 +193,34 @@ def a_hope_never_takes_the_room_that_a_claim_waits_for(planner: Kind) -> None:
 FAULTS = [
     (a_full_put_keeps_the_spills_it_started, mutants.LosesInstructions),
     (an_offload_is_taken_back_while_the_save_is_in_flight, mutants.NeverChangesItsMind),
-    (a_source_survives_making_room_for_its_copy, mutants.GivesUpItsSource),
+    (source_survives_eviction_for_its_copy, mutants.EvictsItsSource),
     (a_demand_evicts_anything_rather_than_its_own_source, mutants.EvictsTheSourceOfADemand),
     (an_offload_during_arrival_is_not_forgotten, mutants.LeavesTheUnwanted),
-    (what_is_demanded_stays_until_its_waiter_wakes, mutants.DropsBeforeTheWaiterWakes),
-    (a_claim_evicts_what_was_put_just_before, mutants.KeepsThePromiseOfAClaim),
-    (a_claim_gets_the_room_of_a_withdrawn_demand, mutants.OrphansKeepTheirRoom),
-    (a_hope_never_takes_the_room_that_a_claim_waits_for, mutants.HopesTakeNeededRoom),
+    (demanded_copy_stays_until_its_waiter_wakes, mutants.DropsBeforeTheWaiterWakes),
+    (claim_evicts_a_recent_put, mutants.KeepsThePromiseOfAClaim),
+    (claim_gets_the_space_of_a_withdrawn_demand, mutants.OrphansKeepTheirSpace),
+    (prefetch_never_takes_claimed_space, mutants.PrefetchesTakeNeededSpace),
 ]
 NAMES = [history.__name__ for history, _ in FAULTS]
 
 
 @pytest.mark.parametrize("history", [history for history, _ in FAULTS], ids=NAMES)
-def test_the_planner_passes(history: Callable[[Kind], None]) -> None:
+def test_known_fault_history_passes(history: Callable[[Kind], None]) -> None:
     history(Planner)
 
 
 @pytest.mark.parametrize(("history", "mutant"), FAULTS, ids=NAMES)
-def test_without_the_protection_it_fails(
+def test_known_fault_without_protection_fails(
     history: Callable[[Kind], None], mutant: type[mutants.FaultyPlanner]
 ) -> None:
     with pytest.raises(AssertionError):
         history(mutant)
 
 
-def test_a_demand_out_of_schedule_order_gets_its_room() -> None:
+def test_demand_out_of_schedule_order_gets_its_space() -> None:
     use_out_of_order("next-use")
 
 
-def test_a_policy_that_refuses_it_fails() -> None:
+def test_policy_refusing_out_of_order_demand_fails() -> None:
     with pytest.raises(AssertionError, match="though there is room"):
         use_out_of_order(RefusesTheUnexpected)

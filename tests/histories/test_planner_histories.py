@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 )
 
 from tests.histories.machine import World, play
-from tests.histories.mutants import DropsWhatIsRead
+from tests.histories.mutants import DropsCopiesBeingRead
 from tests.lanes import by_lane
 from tierstore.model.events import Registered
 from tierstore.model.groups import GroupId
@@ -24,13 +24,16 @@ from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 from tierstore.plan.planner import Planner
 
 HISTORIES = 200
-"""The first ones show each fault of test_seeded_faults.py. Thousands more, of the same machine with
-all of its promises, are played by test_recorded.py."""
+"""Number of seeds in the default lane.
+
+The first ones show each fault of test_seeded_faults.py. test_recorded.py plays thousands more on
+the same machine with all of its promises.
+"""
 STEPS = 50
 
 
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
-def test_every_promise_holds_in_random_histories(policy: str) -> None:
+def test_random_histories_keep_every_promise(policy: str) -> None:
     seen: Counter[str] = Counter()
     for seed in range(HISTORIES):
         world = play(seed, policy, STEPS)
@@ -44,7 +47,7 @@ def test_every_promise_holds_in_random_histories(policy: str) -> None:
 @pytest.mark.full("one in three shows as much", keep=["next-use-0"])
 @pytest.mark.parametrize("first", range(0, 300, 100))
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
-def test_every_promise_holds_where_data_choose_groups(policy: str, first: int) -> None:
+def test_random_routed_histories_keep_every_promise(policy: str, first: int) -> None:
     chosen = 0
     for seed in range(first, first + 100):
         world = play(seed, policy, STEPS, routed=True)
@@ -158,13 +161,13 @@ MODERATE = settings(max_examples=by_lane(100, 300), stateful_step_count=40)
 UNSHRUNK = settings(MODERATE, phases=[Phase.generate])
 
 
-def test_every_promise_holds_under_hypothesis() -> None:
+def test_hypothesis_histories_keep_every_promise() -> None:
     run_state_machine_as_test(PlannerMachine, settings=MODERATE)
 
 
 def test_hypothesis_finds_a_seeded_fault() -> None:
     class Faulty(PlannerMachine):
-        planner = DropsWhatIsRead
+        planner = DropsCopiesBeingRead
 
     with pytest.raises(AssertionError, match="dropped while it is read"):
         run_state_machine_as_test(Faulty, settings=UNSHRUNK)

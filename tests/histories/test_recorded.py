@@ -32,7 +32,7 @@ CASES = [
     keep=[f"{policy}-0" for policy in recorded.POLICIES],
 )
 @pytest.mark.parametrize(("policy", "first"), CASES)
-def test_the_same_instructions_as_were_recorded(policy: str, first: int) -> None:
+def test_recorded_histories_give_the_same_instructions(policy: str, first: int) -> None:
     assert recorded.digest(policy, first) == RECORDED[f"{policy} {first}"], (
         "the planner decides differently: if that is meant, python -m tests.histories.recorded"
     )
@@ -43,7 +43,7 @@ def test_every_history_is_recorded() -> None:
     assert len(set(RECORDED.values())) == len(RECORDED)
 
 
-def test_whatever_an_instruction_says_is_in_its_words() -> None:
+def test_instruction_fields_are_in_its_text() -> None:
     """So another instruction, order or history gives another digest."""
     a, b = GroupId("a", 1), GroupId("a", 2)
     words = [
@@ -65,6 +65,6 @@ def test_whatever_an_instruction_says_is_in_its_words() -> None:
     assert words[0] == "copy a 1 1 DISK HOST early"
 
 
-def test_histories_have_instructions_of_all_kinds() -> None:
+def test_recorded_histories_cover_every_instruction() -> None:
     kinds = {type(each) for seed in range(20) for each in play(seed, "next-use").books.followed}
     assert kinds == {Copy, Drop, Reserve, Forget}

@@ -53,7 +53,7 @@ class Sharing(History):
         if self.random.random() < 0.2:
             self.allow(self.random.choice(ALLOWED))
         super().look()
-        self.assert_what_is_idle_went()
+        self.assert_idle_copies_left()
 
     def allow(self, nbytes: int) -> None:
         books, planner = self.world.books, self.world.planner
@@ -64,7 +64,7 @@ class Sharing(History):
         allowed = planner.shared_budget
         assert allowed == max(nbytes, planner.shared_used), f"it says that {allowed} are allowed"
 
-    def assert_what_is_idle_went(self) -> None:
+    def assert_idle_copies_left(self) -> None:
         """As soon as it is idle, even if it was in use when less was allowed."""
         books, inside = self.world.books, Driver(self.world.planner)
         if self.world.planner.shared_used <= books.shared_budget:
@@ -88,7 +88,7 @@ def play(seed: int, policy: str, planner: Kind = Planner) -> Sharing:
 
 
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
-def test_every_promise_holds_where_groups_are_shared(policy: str) -> None:
+def test_shared_groups_keep_every_promise(policy: str) -> None:
     seen: Counter[str] = Counter()
     for seed in range(SEEDS):
         history = play(seed, policy)
@@ -101,9 +101,7 @@ def test_every_promise_holds_where_groups_are_shared(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
-def test_a_record_of_such_a_history_gives_the_same_instructions(
-    policy: str, tmp_path: Path
-) -> None:
+def test_shared_history_replayed_gives_the_same_instructions(policy: str, tmp_path: Path) -> None:
     history = play(3, policy)
     world = history.world
     assert any(isinstance(event, SharedBudgetChanged) for _, event in world.log)
@@ -133,7 +131,7 @@ class NeverHasLess(Planner):
         return super().handle(event, now)
 
 
-class GivesNothingBack(Planner):
+class ReturnsNothing(Planner):
     """Takes no more than it is allowed, but keeps what it has."""
 
     def handle(self, event: Event, now: float = 0.0) -> list[Instruction]:
@@ -148,10 +146,10 @@ class GivesNothingBack(Planner):
     [
         (HasMore, "others lent"),
         (NeverHasLess, "are allowed"),
-        (GivesNothingBack, "should be gone"),
+        (ReturnsNothing, "should be gone"),
     ],
 )
-def test_the_machine_notices_who_takes_too_much(planner: type[Planner], symptom: str) -> None:
+def test_state_machine_notices_an_exceeded_allowance(planner: type[Planner], symptom: str) -> None:
     found = set()
     for seed in range(40):
         try:
@@ -172,7 +170,7 @@ def world_of(own: int, allowed: int, *, device: int = 0) -> World:
 
 @pytest.mark.parametrize("device", [0, 16])
 @pytest.mark.parametrize("shared", [True, False])
-def test_nobody_waits_for_room_that_is_the_others(shared: bool, device: int) -> None:
+def test_shared_and_private_groups_never_wait_for_each_other(shared: bool, device: int) -> None:
     """All of one budget is held for good, and who needs the other one gets what they want."""
     world = world_of(8, 8, device=device)
     if shared:

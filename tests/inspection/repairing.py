@@ -19,7 +19,7 @@ from typing import Any
 from tests.helpers.system_calls import Call, system_call, until_the_end
 from tests.tiers.dying import DEAD, DONE, KEY, NEW, attempt, data_of, packing
 from tierstore.inspection import quarantine
-from tierstore.inspection.directories import only_user
+from tierstore.inspection.directories import locked_store
 from tierstore.inspection.survey import survey
 from tierstore.system.objects import object_name
 from tierstore.tiers.directory import ObjectDirectory
@@ -28,9 +28,9 @@ DAMAGED, PLACE = b"damaged but precious" * 500, f"objects/{object_name(KEY)}"
 
 
 def repair(directory: str) -> None:
-    """What `verify --repair` does, as far as it changes anything."""
-    with only_user(directory) as root:
-        quarantine.put_away(directory, root, survey(directory).unusable)
+    """The calls of `verify --repair` that change files."""
+    with locked_store(directory) as root:
+        quarantine.move_to_quarantine(directory, root, survey(directory).unusable)
 
 
 def moved(call: Call) -> Any:
@@ -38,7 +38,7 @@ def moved(call: Call) -> Any:
 
 
 def by_copying(call: Call) -> None:
-    """What nobody should do: for a while there are two, or a part of one."""
+    """Copy before removing, a faulty repair: for a while there are two files, or a part of one."""
     leaf, name = call.args
     descriptor = os.open(name, os.O_CREAT | os.O_WRONLY, 0o600, dir_fd=call.options["dst_dir_fd"])
     os.pwrite(descriptor, DAMAGED, 0)
@@ -48,7 +48,7 @@ def by_copying(call: Call) -> None:
 
 
 def by_deleting(call: Call) -> None:
-    """What nobody should do either."""
+    """Remove before writing, another faulty repair."""
     os.unlink(call.args[0], dir_fd=call.options["src_dir_fd"])
 
 
@@ -57,7 +57,7 @@ WAYS: dict[str, Callable[[Call], Any]] = {
     "copying": by_copying,
     "deleting": by_deleting,
 }
-"""What is done instead of renaming what is damaged."""
+"""Replacements for the rename of a damaged object."""
 
 
 def prepare(directory: Path) -> None:
@@ -70,7 +70,7 @@ def prepare(directory: Path) -> None:
 
 
 def look(directory: Path) -> str:
-    """Where the damaged object is, and whether a store can be opened and serves the other one."""
+    """Return where the damaged object is, and whether a store opens and serves the other one."""
     store = ObjectDirectory(directory)
     intact = [stored.key for stored in store.objects()]
     store.close()

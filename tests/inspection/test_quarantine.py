@@ -24,12 +24,12 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
 
 
 def dying(way: str, place: Path) -> list[tuple[str, str, str]]:
-    """Where the repair died, what was found then, and after the next repair."""
+    """The place where the repair died, and the findings then and after the next repair."""
     output = output_of("-m", "tests.inspection.repairing", place / "store", way, timeout=300)
     return [(call, found, after) for call, found, after in map(json.loads, output.splitlines())]
 
 
-def test_it_dies_at_any_system_call_and_nothing_is_lost(in_memory: Path) -> None:
+def test_repair_killed_at_any_system_call_loses_nothing(in_memory: Path) -> None:
     found = dying("moving", in_memory)
     assert {"mkdir", "open", "fsync", "rename"} <= {call for call, _, _ in found}
     states = [state for _, state, _ in found]
@@ -40,7 +40,7 @@ def test_it_dies_at_any_system_call_and_nothing_is_lost(in_memory: Path) -> None
 
 @pytest.mark.full("held between any two steps")
 @pytest.mark.parametrize(("way", "wrong"), [("copying", "2 places"), ("deleting", "0 places")])
-def test_a_repair_of_several_steps_is_caught_in_between(
+def test_repair_in_separate_steps_is_caught_between_them(
     in_memory: Path, way: str, wrong: str
 ) -> None:
     assert wrong in [state for _, state, _ in dying(way, in_memory)]

@@ -66,36 +66,36 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_a_message_names_what_it_is_about_and_ends_with_advice(name: str) -> None:
+def test_message_names_its_subject_and_ends_with_advice(name: str) -> None:
     error, parts = MESSAGES[name]
     message = str(error)
     assert all(part in message for part in parts), message
     assert ADVICE.search(message), message
 
 
-def test_the_pattern_for_advice_can_fail() -> None:
+def test_advice_pattern_can_fail() -> None:
     assert not ADVICE.search("group 'a' is 12 bytes too large")
     assert not ADVICE.search("pass an int: it was 12 bytes too large")
 
 
-def test_a_budget_error_carries_its_numbers() -> None:
+def test_budget_error_carries_its_numbers() -> None:
     error = BudgetError("k", "HOST", 5, 3, "raise it")
     assert (error.key, error.tier, error.nbytes, error.budget) == ("k", "HOST", 5, 3)
 
 
-def test_corrupt_data_says_what_was_expected_and_found() -> None:
+def test_corrupt_data_error_says_expected_and_found() -> None:
     error = CorruptDataError("m", key="k", path="p", expected="1", found="2")
     assert (error.key, error.path, error.expected, error.found) == ("k", "p", "1", "2")
 
 
-def test_an_unknown_key_is_a_key_error_with_a_readable_message() -> None:
+def test_unknown_key_error_is_a_readable_key_error() -> None:
     error = UnknownKeyError("k")
     assert isinstance(error, KeyError)
     assert error.key == "k"
     assert not str(error).startswith("'"), "KeyError shows the repr of its argument"
 
 
-def test_every_error_can_be_caught_as_one() -> None:
+def test_every_error_has_one_base_class() -> None:
     classes = [c for c in vars(errors).values() if isinstance(c, type)]
     assert len(classes) > 10
     assert all(issubclass(c, TierStoreError) for c in classes)
@@ -104,7 +104,7 @@ def test_every_error_can_be_caught_as_one() -> None:
 
 
 @pytest.mark.parametrize("name", MESSAGES)
-def test_an_error_survives_pickling(name: str) -> None:
+def test_errors_survive_pickling(name: str) -> None:
     """Errors cross process borders, in data loaders and test runners, and between ranks."""
     error, _ = MESSAGES[name]
     again = pickle.loads(pickle.dumps(error))

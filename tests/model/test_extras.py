@@ -1,4 +1,4 @@
-"""Where a package of an extra is missing, each use of it says how to install it."""
+"""Every use of a missing extra's package says how to install it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] in {missing!
 
 
 def told(tmp_path: Path, missing: str, use: str) -> str:
-    """What a program says that uses something without some packages, and fails."""
+    """Return the error of a program that lacks some packages."""
     program = tmp_path / "program.py"
     program.write_text(WITHOUT.format(missing=missing.split()) + use)
     run = run_fresh(program, directory=tmp_path)
@@ -75,7 +75,7 @@ INSPECT = "import sys\nfrom tierstore.cli import main\nsys.argv = ['x', {words}]
         pytest.param("msgspec", INSPECT.format(words="'ps'"), "serve", id="ps"),
     ],
 )
-def test_a_missing_package_is_told_with_how_to_install_it(
+def test_missing_package_error_says_how_to_install_it(
     missing: str, use: str, extra: str, tmp_path: Path
 ) -> None:
     said = told(tmp_path, missing, use)
@@ -83,7 +83,7 @@ def test_a_missing_package_is_told_with_how_to_install_it(
     assert f"pip install 'tierstore[{extra}]'" in said
 
 
-def test_a_program_says_so_in_words_alone(tmp_path: Path) -> None:
+def test_missing_package_in_a_program_prints_one_line(tmp_path: Path) -> None:
     for missing, use in (
         ("msgspec", SERVE.format(more="")),
         ("msgspec", INSPECT.format(words="'ps'")),
@@ -93,7 +93,7 @@ def test_a_program_says_so_in_words_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.full("a process without those libraries")
-def test_models_are_offloaded_without_any_library_of_models(tmp_path: Path) -> None:
+def test_offloading_models_needs_no_model_library(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         WITHOUT.format(missing=["diffusers", "transformers", "accelerate"]) + "import torch\n"
@@ -109,7 +109,7 @@ def test_models_are_offloaded_without_any_library_of_models(tmp_path: Path) -> N
     assert run.returncode == 0, run.stderr
 
 
-def test_a_package_of_no_extra_is_told_as_it_is() -> None:
+def test_missing_package_without_extra_is_reraised() -> None:
     with (
         pytest.raises(ModuleNotFoundError, match="No module named 'nothing_of_that_name'"),
         extra_for("it"),

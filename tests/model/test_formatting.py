@@ -1,4 +1,4 @@
-"""Sizes as they are told: in the units in which somebody wrote them, and as one writes them."""
+"""Sizes are formatted in the units in which they were written, and as people write them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ UNITS = pytest.mark.parametrize("units", Units)
 
 @UNITS
 @given(nbytes=st.integers(1, 1 << 55))
-def test_what_is_written_for_a_size_is_read_as_hardly_more(nbytes: int, units: Units) -> None:
+def test_format_size_is_read_back_as_hardly_more(nbytes: int, units: Units) -> None:
     assert nbytes <= parse_size(at_least(nbytes, units)) <= nbytes * 1.01 + 1
 
 
@@ -34,7 +34,7 @@ WRITTEN = [
 
 
 @pytest.mark.parametrize("text", [*WRITTEN, *(text.replace("B", "iB") for text in WRITTEN)])
-def test_the_units_of_a_budget_are_found_again(text: str) -> None:
+def test_budget_units_are_recovered(text: str) -> None:
     """A store has it in whole pages."""
     budget = parse_size(text) // PAGE * PAGE
     assert units_of(budget) is (Units.BINARY if text.endswith("iB") else Units.DECIMAL)
@@ -52,7 +52,7 @@ def test_the_units_of_a_budget_are_found_again(text: str) -> None:
         (10**21, "1000.0 EB", "867.4 EiB"),
     ],
 )
-def test_a_size_for_people(nbytes: int, decimal: str, binary: str) -> None:
+def test_size_is_formatted_for_people(nbytes: int, decimal: str, binary: str) -> None:
     assert (size(nbytes, Units.DECIMAL), size(nbytes)) == (decimal, binary)
 
 

@@ -70,7 +70,7 @@ def file_tensors(draw: st.DrawFn) -> list[FileTensor]:
 
 
 @given(file_tensors(), st.integers(0, 3))
-def test_place_keeps_the_offset_modulo_the_page(tensors: list[FileTensor], pages: int) -> None:
+def test_layout_keeps_the_offset_modulo_the_page(tensors: list[FileTensor], pages: int) -> None:
     base = pages * PAGE
     placed = place(tensors, base)
     moved = {move.dst for move in placed.moves}
@@ -90,7 +90,7 @@ def test_place_keeps_the_offset_modulo_the_page(tensors: list[FileTensor], pages
 
 
 @given(file_tensors(), st.integers(0, 3))
-def test_place_uses_no_byte_twice(tensors: list[FileTensor], pages: int) -> None:
+def test_layout_uses_no_byte_twice(tensors: list[FileTensor], pages: int) -> None:
     base = pages * PAGE
     placed = place(tensors, base)
     read = [(s.at, s.at + s.extent.nbytes) for s in placed.segments]
@@ -102,7 +102,7 @@ def test_place_uses_no_byte_twice(tensors: list[FileTensor], pages: int) -> None
 
 
 @given(file_tensors())
-def test_place_reads_neighbours_in_one_piece(tensors: list[FileTensor]) -> None:
+def test_layout_reads_neighbours_in_one_piece(tensors: list[FileTensor]) -> None:
     extents = sorted(
         (s.extent.path, s.extent.offset, s.extent.nbytes) for s in place(tensors).segments
     )
@@ -111,7 +111,7 @@ def test_place_reads_neighbours_in_one_piece(tensors: list[FileTensor]) -> None:
 
 
 @given(file_tensors())
-def test_what_is_read_and_moved_is_what_the_files_hold(tensors: list[FileTensor]) -> None:
+def test_layout_reads_and_moves_give_the_files_bytes(tensors: list[FileTensor]) -> None:
     ends = [t.extent.offset + t.extent.nbytes for t in tensors]
     files = {
         "a.st": random_bytes(max(ends, default=0)),
@@ -155,7 +155,7 @@ def assert_right_on_device(group: GroupSpec) -> None:
 
 
 @given(file_tensors())
-def test_every_tensor_of_a_file_is_aligned_on_the_device(tensors: list[FileTensor]) -> None:
+def test_tensors_of_a_file_are_aligned_on_the_device(tensors: list[FileTensor]) -> None:
     placed = place(tensors)
     group = group_of("g", placed.specs, placed.end)
     assert group.nbytes % PAGE == 0
@@ -168,7 +168,7 @@ def test_tensors_at_multiples_of_256_go_in_one_piece() -> None:
     assert len(group_of("g", specs, 2560).runs) == 1
 
 
-def test_tensors_a_page_apart_do_not_carry_the_gap_along() -> None:
+def test_tensors_a_page_apart_leave_the_gap_out() -> None:
     specs = [TensorSpec(f"t{i}", "U8", (256,), (1,), 2 * PAGE * i) for i in range(3)]
     runs = group_of("g", specs, 6 * PAGE).runs
     assert [(r.device_offset, r.nbytes) for r in runs] == [(0, 256), (256, 256), (512, 256)]
@@ -216,7 +216,7 @@ def ranges_of(offsets: Sequence[int], blocks: Sequence[Block]) -> list[Range]:
 
 
 @given(packed_blocks())
-def test_the_file_is_dense(blocks: list[Block]) -> None:
+def test_packed_file_is_dense(blocks: list[Block]) -> None:
     packing = pack(blocks)
     here = 0
     for start, stop in ranges_of(packing.dense, packing.blocks):
@@ -238,7 +238,7 @@ def test_moves_spread_the_file_to_the_aligned_offsets(blocks: list[Block], pages
         assert memory[base + offset : base + offset + b.nbytes] == file[dense : dense + b.nbytes]
 
 
-def test_the_order_of_the_moves_matters() -> None:
+def test_moves_out_of_order_corrupt_bytes() -> None:
     """The control: applied first block first, a move overwrites what the next one needs."""
     packing = pack([block(f"b{i}", "U8", 257) for i in range(3)])
     file = random_bytes(packing.dense_nbytes)
@@ -249,13 +249,13 @@ def test_the_order_of_the_moves_matters() -> None:
     assert memory[last : last + 257] != file[packing.dense[-1] :]
 
 
-def test_blocks_without_padding_come_first_and_are_not_moved() -> None:
+def test_unpadded_blocks_come_first_and_are_not_moved() -> None:
     packing = pack([block("odd", "U8", 7), block("even", "F32", 64), block("wide", "F64", 64)])
     assert [b.name for b in packing.blocks] == ["wide", "even", "odd"]
     assert packing.moves() == ()
 
 
-def test_tied_views_of_a_block_keep_their_places() -> None:
+def test_tied_views_of_a_block_keep_their_offsets() -> None:
     whole = TensorSpec("whole", "F32", (10, 10), (10, 1), 0)
     column = TensorSpec("column", "F32", (10,), (10,), 12)
     tied = Block("whole", "F32", (100,), 400, (whole, column))
@@ -269,7 +269,7 @@ def test_tied_views_of_a_block_keep_their_places() -> None:
 
 
 @given(st.lists(st.integers(0, 6), max_size=4), st.sampled_from(DTYPES))
-def test_a_contiguous_tensor_spans_its_elements(shape: list[int], dtype: str) -> None:
+def test_contiguous_tensor_spans_its_elements(shape: list[int], dtype: str) -> None:
     elements = 1
     for size in shape:
         elements *= size
@@ -277,7 +277,7 @@ def test_a_contiguous_tensor_spans_its_elements(shape: list[int], dtype: str) ->
 
 
 @given(st.text(), st.integers(0, 10**9))
-def test_what_replaces_a_group_is_another_with_the_same_key(key: str, generation: int) -> None:
+def test_replacement_group_is_unequal_with_the_same_key(key: str, generation: int) -> None:
     old, new = GroupId(key, generation), GroupId(key, generation + 1)
     assert old != new and str(old) == str(new) == key
     assert old == GroupId(key, generation) and hash(old) == hash(GroupId(key, generation))
@@ -286,7 +286,7 @@ def test_what_replaces_a_group_is_another_with_the_same_key(key: str, generation
 # Writing a group from the layout that it has ------------------------------------------------------
 
 
-def test_tied_tensors_of_several_dtypes_are_written_so_that_each_can_be_shown() -> None:
+def test_tied_tensors_of_several_dtypes_are_each_viewable() -> None:
     """The first of them may begin where the larger one cannot: then their block begins before."""
     spec = group_of(
         "k",

@@ -25,8 +25,8 @@ from tierstore.model.header import (
     Header,
     build_header,
     digest,
-    header_is_intact,
     header_length,
+    header_matches_checksum,
     parse_header,
 )
 from tierstore.model.objects import decode_object
@@ -66,12 +66,12 @@ BLOCKS = st.lists(
 
 
 @given(NAMES, BLOCKS)
-def test_what_is_built_is_parsed_back(key: str, blocks: list[Block]) -> None:
+def test_header_built_is_parsed_back(key: str, blocks: list[Block]) -> None:
     raw, packing, data = object_file(key, blocks)
     header, body = parse_file(raw)
     assert header.data_start % PAGE == 0
     assert raw[header.data_start :] == data
-    assert header_is_intact(body, header)
+    assert header_matches_checksum(body, header)
     stored = decode_object(header, "m.st")
     assert (stored.key, stored.packing) == (key, packing)
     for b, at, found in zip(packing.blocks, packing.dense, stored.digests, strict=True):
@@ -79,7 +79,7 @@ def test_what_is_built_is_parsed_back(key: str, blocks: list[Block]) -> None:
 
 
 @given(NAMES, BLOCKS)
-def test_what_is_built_loads_in_safetensors(key: str, blocks: list[Block]) -> None:
+def test_header_built_loads_in_safetensors(key: str, blocks: list[Block]) -> None:
     raw, packing, data = object_file(key, blocks)
     loaded = dict(safetensors.deserialize(raw))
     assert loaded.keys() == {b.name for b in blocks}
@@ -91,12 +91,12 @@ def test_what_is_built_loads_in_safetensors(key: str, blocks: list[Block]) -> No
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_safetensors_knows_every_dtype_that_we_accept(dtype: str) -> None:
+def test_every_accepted_dtype_is_one_of_safetensors(dtype: str) -> None:
     raw, _, _ = object_file("k", [block_of("t", dtype, (3,))])
     assert accepts(raw)
 
 
-# What is not a header -----------------------------------------------------------------------------
+# Malformed headers --------------------------------------------------------------------------------
 
 
 def entry(
@@ -114,7 +114,7 @@ def refused(document: Any, data_bytes: int) -> str:
     return str(caught.value)
 
 
-def test_the_rule_that_is_broken_is_named() -> None:
+def test_broken_rule_is_named() -> None:
     assert "gap" in refused({"a": entry(0, 4), "b": entry(5, 8)}, 8)
     assert "overlaps" in refused({"a": entry(0, 4), "b": entry(3, 8)}, 8)
     assert "the file has 9 bytes" in refused({"a": entry(0, 8)}, 9)
@@ -127,27 +127,27 @@ def test_the_rule_that_is_broken_is_named() -> None:
     twice = json.dumps({"a": entry(0, 0)})[:-1]
     assert "twice" in refused(f"{twice},{twice[1:]}}}".encode(), 0)
     assert "exactly dtype" in refused(b'{"a":NaN}', 0)
-    assert "no text" in refused({"a": entry(0, 1) | {"dtype": ["U8"]}}, 1)
+    assert "not a string" in refused({"a": entry(0, 1) | {"dtype": ["U8"]}}, 1)
     assert "begin with" in refused(b' {"a":1}', 0)
-    assert "no JSON" in refused(b'{"a"', 0)
-    assert "no JSON" in refused(b'{"a":{"dtype":"U8","shape" [1]}}', 0)
+    assert "not valid JSON" in refused(b'{"a"', 0)
+    assert "not valid JSON" in refused(b'{"a":{"dtype":"U8","shape" [1]}}', 0)
     assert "unknown escape" in refused(b'{"\\x00":{}}', 0)
-    assert "follows its end" in refused(b"{}}", 0)
+    assert "extra data" in refused(b"{}}", 0)
     assert "exactly dtype" in refused(b"{" + b'"a":{' * 100_000, 0)
     assert len(refused({"a" * 10_000: []}, 0)) < 1000, "a name floods the message"
     assert "strings to strings" in refused({"__metadata__": {"a": 1}}, 0)
-    assert "no UTF-8" in refused(b'{"__metadata__":{"a":"\\ud800"}}', 0)
+    assert "not valid UTF-8" in refused(b'{"__metadata__":{"a":"\\ud800"}}', 0)
     assert "match its shape" in refused({"a": entry(0, 0, shape=[2**62, 2**62, 0])}, 0)
 
 
 @pytest.mark.parametrize("length", [0, 1, 93, MAX_HEADER_BYTES + 1, 2**63, 2**64 - 1])
-def test_a_length_that_cannot_be_true_is_refused(length: int) -> None:
-    with pytest.raises(InvalidHeaderError, match=f"announces a header of {length} bytes"):
+def test_impossible_length_raises(length: int) -> None:
+    with pytest.raises(InvalidHeaderError, match=f"declares a header of {length} bytes"):
         header_length(length.to_bytes(8, "little"), 100, "m.st")
 
 
 @pytest.mark.parametrize("length", [2, 92])
-def test_a_length_that_can_be_true_is_believed(length: int) -> None:
+def test_possible_length_is_accepted(length: int) -> None:
     assert header_length(length.to_bytes(8, "little"), 100, "m.st") == length
 
 
@@ -242,7 +242,7 @@ def scrambled(rnd: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("mutate", [structured, scrambled])
-def test_whatever_passes_here_loads_in_safetensors(
+def test_accepted_headers_load_in_safetensors(
     mutate: Callable[[random.Random], bytes],
 ) -> None:
     rnd = random.Random(7)
@@ -268,16 +268,16 @@ def real_file() -> bytes:
 
 
 def notices(raw: bytes, *, by_checksum: bool) -> bool:
-    """Whether a reader refuses the file, with or without a look at the header's checksum."""
+    """Return whether a reader refuses the file, with or without the header's checksum."""
     try:
         header, body = parse_file(raw)
         decode_object(header, "m.st")
     except CorruptDataError:
         return True
-    return by_checksum and not header_is_intact(body, header)
+    return by_checksum and not header_matches_checksum(body, header)
 
 
-def test_every_single_flipped_bit_of_a_header_is_noticed() -> None:
+def test_flipped_bit_of_a_header_is_noticed() -> None:
     raw = real_file()
     assert not notices(raw, by_checksum=True)
     head = int.from_bytes(raw[:LENGTH_BYTES], "little") + LENGTH_BYTES
@@ -286,7 +286,7 @@ def test_every_single_flipped_bit_of_a_header_is_noticed() -> None:
     assert missed == []
 
 
-def test_without_the_checksum_many_would_not_be() -> None:
+def test_flipped_bits_without_checksum_go_unnoticed() -> None:
     raw = real_file()
     text = raw.rstrip(b"\0").index(b"}}") * 8
     flipped = (with_flipped_bit(raw, *divmod(bit, 8)) for bit in range(text))
@@ -294,12 +294,12 @@ def test_without_the_checksum_many_would_not_be() -> None:
     assert len(missed) > text // 20
 
 
-def test_a_checksum_of_another_length_or_alphabet_is_no_checksum() -> None:
+def test_malformed_checksum_is_ignored() -> None:
     header, body = parse_file(real_file())
-    assert header_is_intact(body, header)
+    assert header_matches_checksum(body, header)
     for wrong in ("", "0" * 15, "0" * 17, '":"' + "0" * 13):
         metadata = dict(header.metadata) | {"tierstore.header_xxh3": wrong}
-        assert not header_is_intact(body, Header(header.entries, metadata, 0, ""))
+        assert not header_matches_checksum(body, Header(header.entries, metadata, 0, ""))
 
 
 # Object files -------------------------------------------------------------------------------------
@@ -377,29 +377,29 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_an_object_with_damaged_metadata_is_refused(damage: str) -> None:
+def test_object_with_damaged_metadata_raises(damage: str) -> None:
     header = edited_object(DAMAGES[damage])
     with pytest.raises(CorruptDataError, match=r"m\.st"):
         decode_object(header, "m.st")
 
 
-def test_an_object_that_is_only_written_differently_is_read() -> None:
+def test_object_formatted_differently_is_read() -> None:
     """The control: spaces and order of the JSON are not damage."""
     assert decode_object(edited_object(lambda document: None), "m.st").key == "blocks.7"
 
 
-def test_a_tensor_that_lies_where_none_of_its_dtype_can_is_refused() -> None:
-    """torch cannot show it: whoever took such an object for a good one would fail much later."""
+def test_tensor_misaligned_for_its_dtype_raises() -> None:
+    """torch cannot view it: accepting such an object would fail much later."""
     views = (TensorSpec("a", "U8", (9,), (1,), 0), TensorSpec("b", "F32", (2,), (1,), 1))
     raw, _, _ = object_file("k", [Block("a", "U8", (9,), 9, views)])
-    with pytest.raises(CorruptDataError, match="none of its dtype can"):
+    with pytest.raises(CorruptDataError, match="is misaligned for its dtype"):
         decode_object(parse_file(raw)[0], "m.st")
     views = (views[0], TensorSpec("b", "F32", (1,), (1,), 4))
     raw, _, _ = object_file("k", [Block("a", "U8", (9,), 9, views)])
     assert decode_object(parse_file(raw)[0], "m.st").packing.blocks[0].views == views
 
 
-def test_views_nested_too_deep_are_refused() -> None:
+def test_views_nested_too_deep_raise() -> None:
     def nest(document: dict[str, Any]) -> None:
         document["__metadata__"]["tierstore.views"] = "[" * 200_000
 

@@ -111,9 +111,7 @@ def test_headers_of_many_layouts_are_all_parsed(parsed: list[bytes]) -> None:
     assert len(parsed) == len(USUAL_KEYS)
 
 
-def test_layouts_that_are_known_are_few(
-    parsed: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_known_layouts_are_few(parsed: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest is forgotten, and learned again."""
     monkeypatch.setattr(header_reader, "_MOST_LAYOUTS", 2)
     reader = HeaderReader()
@@ -138,7 +136,7 @@ def test_reader_any_key_reads_as_parsed(layout: str, single: bool) -> None:
 
 
 def test_reader_key_that_is_a_dtype_names_no_dtype() -> None:
-    """Where a key occurs elsewhere than in names, headers with the same texts differ in more."""
+    """Headers with equal texts differ in more where a key occurs elsewhere than in names."""
     reader = HeaderReader()
     for key in ["F32", "F32", "F32", "I32", "U32"]:
         packing = pack([block_of([TensorSpec(key, key, (25,), (1,), 0)], 100)])
@@ -148,7 +146,7 @@ def test_reader_key_that_is_a_dtype_names_no_dtype() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_reader_key_put_in_as_it_is_reads_as_parsed(layout: str) -> None:
+def test_reader_unescaped_key_reads_as_parsed(layout: str) -> None:
     """By a writer who knows of no escapes and of no names that are taken."""
     reader, refused = HeaderReader(), 0
     for key in USUAL_KEYS[:4]:
@@ -171,7 +169,7 @@ def test_reader_spaces_before_a_checksum_are_read_as_parsed() -> None:
 
 
 def summed(raw: bytes) -> bytes:
-    """The header with the checksum that it should have: whoever changed it may know how."""
+    """Give a changed header a valid checksum: an attacker can compute one."""
     mark = f'"{HEADER_SUM}":"'.encode()
     at = raw.find(mark) + len(mark)
     if at < len(mark) or len(raw) < at + 16:
@@ -218,7 +216,7 @@ def test_reader_changed_header_reads_as_parsed(layout: str) -> None:
     assert read > 20, "nearly nothing was left to be read"
 
 
-def test_reader_header_without_its_checksum_is_refused(parsed: list[bytes]) -> None:
+def test_reader_header_without_its_checksum_raises(parsed: list[bytes]) -> None:
     reader = HeaderReader()
     for key in USUAL_KEYS[:5]:
         raw = header("named alike", key)
@@ -230,7 +228,7 @@ def test_reader_header_without_its_checksum_is_refused(parsed: list[bytes]) -> N
     assert len(parsed) == before, "the control is of a layout that was not known"
 
 
-def test_reader_that_compares_no_sums_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reader_that_compares_no_checksums_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(header_reader, "has_header_sum", lambda *_: True)
     with pytest.raises(AssertionError):
         test_reader_changed_header_reads_as_parsed("named alike")

@@ -1,4 +1,4 @@
-"""How much a header may hold: as much as it says, and not one more."""
+"""A header holds as much as it announces, and not one byte more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def empty(shape: list[int]) -> dict[str, Any]:
     return {"dtype": "U8", "shape": shape, "data_offsets": [0, 0]}
 
 
-def test_as_many_tensors_as_there_may_be() -> None:
+def test_tensors_at_the_limit_are_accepted() -> None:
     """With all of them it takes seconds."""
     tensors = {name: empty([0]) for name in "abcd"}
     three = {name: tensors[name] for name in "abc"}
@@ -42,14 +42,14 @@ def test_as_many_tensors_as_there_may_be() -> None:
         parsed(tensors, most=3)
 
 
-def test_as_much_metadata_as_there_may_be() -> None:
+def test_metadata_at_the_limit_is_accepted() -> None:
     metadata = {str(number): "" for number in range(MAX_METADATA)}
     assert len(parsed({"__metadata__": metadata}).metadata) == MAX_METADATA
     with pytest.raises(InvalidHeaderError, match=f"more than {MAX_METADATA} members"):
         parsed({"__metadata__": metadata | {"one more": ""}})
 
 
-def test_as_many_dimensions_as_torch_has() -> None:
+def test_dimensions_at_torchs_limit_are_accepted() -> None:
     [entry] = parsed({"a": empty([0] * MAX_RANK)}).entries
     assert entry.shape == (0,) * MAX_RANK
     with pytest.raises(InvalidHeaderError, match="no valid shape"):
@@ -57,26 +57,26 @@ def test_as_many_dimensions_as_torch_has() -> None:
 
 
 @pytest.mark.parametrize("length", [2, MAX_HEADER_BYTES])
-def test_as_long_as_a_header_may_be(length: int) -> None:
+def test_header_at_the_length_limit_is_accepted(length: int) -> None:
     prefix = length.to_bytes(LENGTH_BYTES, "little")
     assert header_length(prefix, LENGTH_BYTES + length, "m.st") == length
-    with pytest.raises(InvalidHeaderError, match=f"announces a header of {length} bytes"):
+    with pytest.raises(InvalidHeaderError, match=f"declares a header of {length} bytes"):
         header_length(prefix, LENGTH_BYTES + length - 1, "m.st")
 
 
 @pytest.mark.parametrize("length", [0, 1, MAX_HEADER_BYTES + 1])
-def test_no_header_is_shorter_or_longer(length: int) -> None:
-    with pytest.raises(InvalidHeaderError, match=f"announces a header of {length} bytes"):
+def test_header_beyond_length_limits_raises(length: int) -> None:
+    with pytest.raises(InvalidHeaderError, match=f"declares a header of {length} bytes"):
         header_length(length.to_bytes(LENGTH_BYTES, "little"), 1 << 40, "m.st")
 
 
-def test_a_file_without_room_for_a_length() -> None:
+def test_file_too_short_for_a_length_raises() -> None:
     with pytest.raises(InvalidHeaderError, match=r"too short \(7 bytes\)") as error:
         header_length(bytes(7), 7, "m.st")
     assert error.value.path == "m.st"
 
 
-def test_the_largest_product_of_sizes() -> None:
+def test_largest_product_of_sizes_is_accepted() -> None:
     """No product may overflow, nor that of the sizes before a zero: safetensors counts so, too."""
     assert parsed({"a": empty([2**59, 1, 0])}).entries[0].shape == (2**59, 1, 0)
     for shape in ([2**60, 0], [2**30, 2**30, 0]):
@@ -85,7 +85,7 @@ def test_the_largest_product_of_sizes() -> None:
     assert parsed({"a": empty([0, 2**60])}).entries[0].shape == (0, 2**60)
 
 
-def test_a_tensor_is_read_however_it_is_written() -> None:
+def test_tensor_entry_in_any_notation_is_read() -> None:
     usual = {"dtype": "I16", "shape": [2, 3], "data_offsets": [0, 12]}
     expected = parsed({"a": usual}, 12).entries
     assert expected[0] == header_module.Entry("a", "I16", (2, 3), 0, 12)
@@ -100,7 +100,7 @@ def test_a_tensor_is_read_however_it_is_written() -> None:
         parsed({"a": {"more": 1, "dtype": "I16"}}, 12)
 
 
-def test_scalars_and_tensors_in_any_order_are_sorted_by_their_place() -> None:
+def test_scalars_and_unsorted_tensors_are_sorted_by_offset() -> None:
     document = {
         "c": {"dtype": "F32", "shape": [], "data_offsets": [3, 7]},
         "b": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
@@ -111,15 +111,15 @@ def test_scalars_and_tensors_in_any_order_are_sorted_by_their_place() -> None:
     assert header.entries[2].shape == ()
 
 
-def test_a_name_in_a_message_is_quoted_and_not_too_long() -> None:
+def test_name_in_a_message_is_quoted_and_bounded() -> None:
     assert shown("a'b") == repr("a'b")
     assert shown("x" * LONGEST_SHOWN) == repr("x" * LONGEST_SHOWN)
     assert shown("x" * (LONGEST_SHOWN + 1)) == repr("x" * LONGEST_SHOWN + "\u2026")
 
 
-def test_text_that_a_header_can_hold() -> None:
+def test_header_text_accepts_any_json_text() -> None:
     assert check_text("\u00e9\U0001f600", "a name") == "\u00e9\U0001f600"
-    with pytest.raises(TypeError, match="a name is a str, not int"):
+    with pytest.raises(TypeError, match="a name must be a str, not int"):
         check_text(1, "a name")
     with pytest.raises(ValueError, match=r"a name, .* cannot be written as UTF-8"):
         check_text("\udc80", "a name")
@@ -132,8 +132,8 @@ def test_metadata_maps_text_to_text(metadata: Any) -> None:
 
 
 @pytest.mark.parametrize("claimed", [None, "", "0" * 15, "0" * 17, "0" * 15 + "-", "f" * 16])
-def test_a_header_without_its_own_checksum_is_not_intact(claimed: str | None) -> None:
+def test_header_without_its_own_checksum_is_invalid(claimed: str | None) -> None:
     metadata = {} if claimed is None else {header_module.HEADER_SUM: claimed}
     body = json.dumps({"__metadata__": metadata}, separators=(",", ":")).encode()
     header = parse_header(body, LENGTH_BYTES + len(body), "m.st")
-    assert not header_module.header_is_intact(body, header)
+    assert not header_module.header_matches_checksum(body, header)

@@ -40,10 +40,10 @@ class Books:
 
 @pytest.fixture
 def came() -> Iterator[list[str]]:
-    """What a handler of the signal notes: whether it came inside."""
+    """Note whether the handler of a signal ran inside a section."""
     came: list[str] = []
     before = signal.signal(USUAL, lambda *_: came.append("inside" if inside() else "outside"))
-    signal_handlers.look_again()
+    signal_handlers.request_refresh()
     yield came
     signal.signal(USUAL, before)
 
@@ -55,7 +55,7 @@ def send() -> None:
 # Sections -----------------------------------------------------------------------------------------
 
 
-def test_a_section_gives_its_result_and_ends() -> None:
+def test_section_returns_its_result_and_ends() -> None:
     books = Books()
     assert books.do(lambda: None, name="first") == "first"
     assert not inside()
@@ -68,7 +68,7 @@ def test_sections_of_different_locks_nest() -> None:
     assert (inner.done, outer.done) == (["done"], ["done"])
 
 
-def test_a_section_in_itself_is_refused() -> None:
+def test_section_within_itself_raises() -> None:
     books = Books()
     with pytest.raises(ReentrantCallError):
         books.do(lambda: books.do(lambda: None))
@@ -76,7 +76,7 @@ def test_a_section_in_itself_is_refused() -> None:
     assert not books._lock._is_owned()
 
 
-def test_a_section_waits_for_another_thread() -> None:
+def test_section_waits_for_another_thread() -> None:
     books, begun, end = Books(), threading.Event(), threading.Event()
 
     def first() -> None:
@@ -94,13 +94,13 @@ def test_a_section_waits_for_another_thread() -> None:
     assert books.done == ["first", "second"]
 
 
-def test_if_free_does_nothing_in_the_section_itself() -> None:
+def test_if_free_inside_the_section_does_nothing() -> None:
     lock = RLock()
     assert under(lock, lambda: if_free(lock, lambda: True, 1.0)) is None
     assert if_free(lock, lambda: True, 1.0) is True
 
 
-def test_a_thread_in_a_section_may_not_wait() -> None:
+def test_thread_in_a_section_may_not_wait() -> None:
     lock = RLock()
     assert may_wait()
     assert under(lock, lambda: (inside(), may_wait())) == (True, False)
@@ -109,7 +109,7 @@ def test_a_thread_in_a_section_may_not_wait() -> None:
     assert may_wait()
 
 
-def test_what_is_done_exclusively_is_no_section_and_may_not_wait() -> None:
+def test_exclusive_call_is_no_section_and_may_not_wait() -> None:
     lock = RLock()
     assert exclusively(lock, lambda: (inside(), may_wait())) == (False, False)
     with pytest.raises(ReentrantCallError):
@@ -117,14 +117,14 @@ def test_what_is_done_exclusively_is_no_section_and_may_not_wait() -> None:
     assert may_wait()
 
 
-def test_a_serving_thread_may_not_wait() -> None:
+def test_serving_thread_may_not_wait() -> None:
     found: list[bool] = []
     serve(lambda: found.append(may_wait()))
     assert found == [False]
     assert may_wait()
 
 
-def test_an_interrupt_anywhere_leaves_no_section_behind() -> None:
+def test_interrupt_anywhere_leaves_no_section_open() -> None:
     books, other, turn = Books(), Books(), 0
     while True:
         interrupter = Interrupter(turn)
@@ -141,19 +141,19 @@ def test_an_interrupt_anywhere_leaves_no_section_behind() -> None:
 # Signal handlers ----------------------------------------------------------------------------------
 
 
-def test_a_handler_runs_after_the_section_that_it_comes_in(came: list[str]) -> None:
+def test_handler_in_a_section_runs_after_it(came: list[str]) -> None:
     books = Books()
     books.do(lambda: (send(), came.append("still in it")))
     assert came == ["still in it", "outside"]
 
 
-def test_a_handler_runs_after_the_outermost_section(came: list[str]) -> None:
+def test_handler_in_nested_sections_runs_after_the_outermost(came: list[str]) -> None:
     outer, inner = Books(), Books()
     outer.do(lambda: (inner.do(send), came.append("still in it")))
     assert came == ["still in it", "outside"]
 
 
-def test_a_handler_outside_of_sections_runs_at_once(came: list[str]) -> None:
+def test_handler_outside_of_sections_runs_at_once(came: list[str]) -> None:
     Books().do(lambda: None)
     handler = signal.getsignal(USUAL)
     send()
@@ -161,12 +161,12 @@ def test_a_handler_outside_of_sections_runs_at_once(came: list[str]) -> None:
     assert not isinstance(handler, signal_handlers.HeldHandler)
 
 
-def test_what_a_handler_raises_comes_after_the_section() -> None:
+def test_handlers_exception_is_raised_after_the_section() -> None:
     def refuse(*_: object) -> None:
         raise SystemExit("told to end")
 
     books, before = Books(), signal.signal(USUAL, refuse)
-    signal_handlers.look_again()
+    signal_handlers.request_refresh()
     try:
         with pytest.raises(SystemExit):
             books.do(send)
@@ -181,7 +181,7 @@ def test_every_handler_runs_though_one_raises(came: list[str]) -> None:
         raise SystemExit
 
     before = signal.signal(signal.SIGUSR2, refuse)
-    signal_handlers.look_again()
+    signal_handlers.request_refresh()
     try:
         with pytest.raises(SystemExit):
             Books().do(lambda: (signal.raise_signal(signal.SIGUSR2), send()))
@@ -190,7 +190,7 @@ def test_every_handler_runs_though_one_raises(came: list[str]) -> None:
     assert came == ["outside"]
 
 
-def test_handlers_of_others_and_pythons_own_stay(came: list[str]) -> None:
+def test_foreign_and_default_handlers_stay(came: list[str]) -> None:
     found: list[object] = []
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -202,7 +202,7 @@ def test_handlers_of_others_and_pythons_own_stay(came: list[str]) -> None:
     assert found == [signal.default_int_handler, signal.getsignal(signal.SIGTERM)]
 
 
-def test_sections_of_other_threads_hold_nothing_back(came: list[str]) -> None:
+def test_other_threads_sections_defer_nothing(came: list[str]) -> None:
     books, begun, end = Books(), threading.Event(), threading.Event()
     thread = threading.Thread(target=books.do, args=(lambda: (begun.set(), end.wait(10)),))
     thread.start()
@@ -213,8 +213,8 @@ def test_sections_of_other_threads_hold_nothing_back(came: list[str]) -> None:
     thread.join(10)
 
 
-def test_an_interrupt_anywhere_loses_no_handler(came: list[str]) -> None:
-    """If one stays exchanged, it runs all the same, and the next section puts it back."""
+def test_interrupt_anywhere_loses_no_handler(came: list[str]) -> None:
+    """A handler that stays replaced runs all the same, and the next section restores it."""
     handler, turn = signal.getsignal(USUAL), 0
     while True:
         interrupter = Interrupter(turn)
@@ -231,7 +231,7 @@ def test_an_interrupt_anywhere_loses_no_handler(came: list[str]) -> None:
     assert turn > 50
 
 
-def test_without_holding_back_a_handler_comes_inside(
+def test_handler_without_deferral_runs_inside(
     came: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control."""

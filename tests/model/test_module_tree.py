@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from tierstore.adapters.grouping import Cutting
+from tierstore.adapters.grouping import Partitioner
 from tierstore.model.groups import Extent, FileTensor
 from tierstore.model.module_order import in_customary_order
-from tierstore.model.module_tree import cut_model, groups_of
+from tierstore.model.module_tree import groups_of, partition_model
 from tierstore.model.outline import (
     LEAST_TILE,
     TILE,
@@ -56,44 +56,44 @@ def test_lists_are_in_numerical_order_between_inputs_and_outputs() -> None:
     assert keys(shapes, BYTES) == expected
 
 
-def test_small_blocks_share_a_group_and_large_ones_are_cut() -> None:
+def test_small_blocks_share_a_group_and_large_ones_are_divided() -> None:
     assert keys(blocks(6), 2 * BYTES) == ["blocks.0", "blocks.2", "blocks.4"]
     shapes = {f"blocks.{n}.{part}.weight": 1024 for n in range(2) for part in ("up", "down")}
     assert keys(shapes, 2 * BYTES) == ["blocks.0", "blocks.1"]
     assert keys(shapes, BYTES) == ["blocks.0.down", "blocks.0.up", "blocks.1.down", "blocks.1.up"]
 
 
-def test_leaves_of_neighbours_share_a_group() -> None:
+def test_neighbouring_leaves_share_a_group() -> None:
     shapes = {"embed.weight": 1024, **blocks(3)}
     assert keys(shapes, 2 * BYTES, "leaf_level") == ["embed", "blocks.1.linear"]
 
 
-def test_tensors_beside_modules_are_a_group_that_nothing_else_is_in() -> None:
+def test_tensors_beside_modules_form_a_separate_group() -> None:
     shapes = {"table": 16, "embed.weight": 16, "embed.bias": 16, "head.weight": 16}
     ((root, _), (rest, _)) = groups_of(in_a_file(shapes), "block_level", BYTES)
     assert (root.key, [t.name for t in root.tensors]) == ("root", ["table"])
     assert [t.name for t in rest.tensors] == ["embed.weight", "embed.bias", "head.weight"]
 
 
-def test_an_attention_with_one_projection_moves_whole() -> None:
+def test_attention_with_one_projection_moves_whole() -> None:
     shapes = {"attn.in_proj_weight": 1024, "attn.out_proj.weight": 1024}
     assert keys(shapes, BYTES) == ["attn"]
     apart = {"attn.in_proj.weight": 1024, "attn.out_proj.weight": 1024}
     assert keys(apart, BYTES) == ["attn.in_proj", "attn.out_proj"]
 
 
-def test_a_parametrized_module_moves_whole() -> None:
+def test_parametrized_module_moves_whole() -> None:
     shapes = {f"conv.parametrizations.weight.original{n}": 1024 for n in range(2)}
     assert keys(shapes, BYTES) == ["conv"]
 
 
-def test_small_statistics_stay_where_they_are_used() -> None:
+def test_small_statistics_stay_with_their_user() -> None:
     shapes = {"norm.weight": 64, "norm.running_mean": 64, "norm.running_var": 1 << 20}
     ((group, _),) = groups_of(in_a_file(shapes), "block_level", BYTES << 20)
     assert [t.name for t in group.tensors] == ["norm.weight", "norm.running_var"]
 
 
-def test_empty_tensors_take_no_part() -> None:
+def test_empty_tensors_are_ignored() -> None:
     assert keys({"a.weight": 0, "b.weight": 8}, BYTES) == ["b"]
     assert keys({}, BYTES) == []
 
@@ -107,7 +107,7 @@ def test_empty_tensors_take_no_part() -> None:
         ["conv_in", "time_embedding", "down_blocks", "up_blocks", "mid_block", "conv_out"],
     ],
 )
-def test_well_known_modules_come_in_the_order_of_their_class(names: list[str]) -> None:
+def test_well_known_modules_follow_the_order_of_their_class(names: list[str]) -> None:
     assert in_customary_order(sorted(names)) == names
     assert in_customary_order(reversed(names)) == names
 
@@ -137,10 +137,10 @@ class Model(nn.Module):
 
 @pytest.mark.parametrize("offload_type", ["block_level", "leaf_level"])
 @pytest.mark.parametrize("target", [1, 5_000, 9_000, 20_000, 200_000])
-def test_names_give_the_groups_that_modules_give(offload_type: str, target: int) -> None:
+def test_groups_from_names_equal_those_from_modules(offload_type: str, target: int) -> None:
     model = Model()
-    cutting = Cutting(offload_type, target)
-    plans = cutting.groups(cutting.units(model))
+    partitioner = Partitioner(offload_type, target)
+    plans = partitioner.groups(partitioner.units(model))
     sizes = {name: tensor.numel() for name, tensor in model.state_dict().items()}
     told = [group for group, _ in groups_of(in_a_file(sizes), offload_type, target)]
     keys: set[str] = set()
@@ -149,14 +149,14 @@ def test_names_give_the_groups_that_modules_give(offload_type: str, target: int)
     ]
 
 
-def test_a_tied_weight_is_in_the_group_of_its_first_user() -> None:
+def test_tied_weight_is_in_its_first_users_group() -> None:
     units = [Need("a", ("x", "tied")), Need("b", ("tied", "y")), Need("c", ("tied",))]
     sizes = dict.fromkeys(("x", "y", "tied"), 10)
     found = portions(units, sizes, 10, None)
     assert [(group.name, group.memory) for group in found] == [("a", ["x", "tied"]), ("b", ["y"])]
 
 
-def test_blocks_may_be_counted_instead() -> None:
+def test_block_count_sets_the_groups() -> None:
     units = [Need(str(n), (n,), block=True) for n in range(5)]
     found = portions(units, dict.fromkeys(range(5), 10), 1, 2)
     assert [group.memory for group in found] == [[0, 1], [2, 3], [4]]
@@ -175,7 +175,7 @@ def test_groups_are_a_share_of_the_smallest_budget() -> None:
     assert target_bytes("block_level", 1, 1) == 1
 
 
-def test_a_name_of_thousands_of_modules_is_no_more_than_a_name() -> None:
+def test_deeply_nested_name_is_only_a_name() -> None:
     shapes = {"a." * 50_000 + "weight": 8, "b.weight": 8, "." * 10_000: 8, "b": 8}
     found = groups_of(in_a_file(shapes), "block_level", BYTES)
     assert {spec.name for group, _ in found for spec in group.tensors} == set(shapes)
@@ -224,9 +224,9 @@ def test_units_name_the_groups_that_they_need() -> None:
     assert needed_by(units, parts) == [(0,), (0, 1)]
 
 
-def test_model_is_cut_into_units_and_their_groups() -> None:
+def test_model_is_partitioned_into_units_and_groups() -> None:
     shapes = {f"blocks.{n}.{part}.weight": 1024 for n in range(2) for part in ("up", "down")}
-    found = cut_model(in_a_file(shapes), "block_level", BYTES, largest_block=4 * BYTES)
+    found = partition_model(in_a_file(shapes), "block_level", BYTES, largest_block=4 * BYTES)
     assert found.units == [("blocks.0", (0, 1)), ("blocks.1", (2, 3))]
     assert found.groups == groups_of(
         in_a_file(shapes), "block_level", BYTES, largest_block=4 * BYTES

@@ -32,7 +32,7 @@ ANY_JSON = st.recursive(
 
 
 @given(st.text(), st.booleans())
-def test_any_text_is_read_however_it_is_written(text: str, ascii_only: bool) -> None:
+def test_text_in_any_notation_is_read(text: str, ascii_only: bool) -> None:
     try:
         raw = json.dumps(text, ensure_ascii=ascii_only).encode()
         text.encode()
@@ -46,37 +46,37 @@ def test_any_text_is_read_however_it_is_written(text: str, ascii_only: bool) -> 
 @pytest.mark.parametrize(
     ("raw", "why"),
     [
-        (b"", "no whole text at byte 0"),
-        (b"  1", "no whole text at byte 0"),
-        (b'"open', "no whole text"),
-        (b'"a\nb"', "no whole text"),
-        (b'"ends with\\"', "no whole text"),
-        (b'"\xff"', "no UTF-8"),
-        (b'"\xed\xa0\x80"', "no UTF-8"),
-        (b'"\\ud800"', "no UTF-8"),
+        (b"", "no complete string at byte 0"),
+        (b"  1", "no complete string at byte 0"),
+        (b'"open', "no complete string"),
+        (b'"a\nb"', "no complete string"),
+        (b'"ends with\\"', "no complete string"),
+        (b'"\xff"', "not valid UTF-8"),
+        (b'"\xed\xa0\x80"', "not valid UTF-8"),
+        (b'"\\ud800"', "not valid UTF-8"),
         (b'"\\x41"', "unknown escape"),
         (b'"\\u12"', "unknown escape"),
     ],
 )
-def test_what_is_no_text_is_refused(raw: bytes, why: str) -> None:
+def test_malformed_text_raises(raw: bytes, why: str) -> None:
     with pytest.raises(RefusedError, match=why):
         scanner(raw).text()
 
 
-def test_a_sign_is_taken_only_where_it_is_next() -> None:
+def test_sign_is_taken_only_when_next() -> None:
     found = scanner(" \t\r\n [ {")
-    assert found.sees(b"[") and not found.sees(b"{")
-    assert not found.finds(b"{")
-    assert found.finds(b"[")
-    found.take(b"{")
+    assert found.peek(b"[") and not found.peek(b"{")
+    assert not found.accept(b"{")
+    assert found.accept(b"[")
+    found.expect(b"{")
     found.end()
     with pytest.raises(RefusedError, match="} is missing at byte 8"):
-        found.take(b"}")
+        found.expect(b"}")
 
 
-def test_nothing_may_follow_the_end() -> None:
+def test_trailing_data_raises() -> None:
     scanner(" \n ").end()
-    with pytest.raises(RefusedError, match="follows its end, at byte 2"):
+    with pytest.raises(RefusedError, match="extra data at byte 2"):
         scanner("  x").end()
 
 
@@ -90,7 +90,7 @@ def members(raw: str | bytes, most: int = 9) -> dict[str, tuple[int, ...] | None
     return read
 
 
-def test_the_members_of_an_object_come_in_their_order() -> None:
+def test_object_members_come_in_order() -> None:
     assert members("{}") == members(" { } ") == {}
     assert list(members('{"b": [1], "a" : [] , "c":[2,3]}').items()) == [
         ("b", (1,)),
@@ -103,22 +103,22 @@ def test_the_members_of_an_object_come_in_their_order() -> None:
     ("raw", "why"),
     [
         ("[]", "{ is missing at byte 0"),
-        ("{", "no whole text"),
-        ("{1:[]}", "no whole text"),
+        ("{", "no complete string"),
+        ("{1:[]}", "no complete string"),
         ('{"a"[]}', ": is missing"),
         ('{"a":[]', "',' or '}' is missing"),
         ('{"a":[] "b":[]}', "',' or '}' is missing"),
-        ('{"a":[],}', "no whole text"),
+        ('{"a":[],}', "no complete string"),
         ('{"a":[],"a":[]}', "a name occurs twice"),
         ('{"a":[],"\\u0061":[]}', "a name occurs twice"),
     ],
 )
-def test_what_is_no_object_is_refused(raw: str, why: str) -> None:
+def test_malformed_object_raises(raw: str, why: str) -> None:
     with pytest.raises(RefusedError, match=why):
         members(raw)
 
 
-def test_an_object_has_as_many_members_as_it_may() -> None:
+def test_object_with_the_most_members_is_read() -> None:
     assert len(members('{"a":[],"b":[]}', most=2)) == 2
     with pytest.raises(RefusedError, match="more than 1 members"):
         members('{"a":[],"b":[]}', most=1)
@@ -153,11 +153,11 @@ def test_an_object_has_as_many_members_as_it_may() -> None:
         ("", None),
     ],
 )
-def test_a_list_of_sizes_and_nothing_else(raw: str, expected: tuple[int, ...] | None) -> None:
+def test_list_of_sizes_alone_is_read(raw: str, expected: tuple[int, ...] | None) -> None:
     assert scanner(raw).numbers(9) == expected
 
 
-def test_a_list_has_as_many_numbers_as_it_may() -> None:
+def test_list_with_the_most_numbers_is_read() -> None:
     assert scanner("[1,2,3]").numbers(3) == (1, 2, 3)
     assert scanner("[1,2,3]").numbers(2) is None
 
@@ -166,7 +166,7 @@ def test_a_list_has_as_many_numbers_as_it_may() -> None:
 
 
 @given(ANY_JSON)
-def test_any_value_is_passed_over_to_its_end(value: Any) -> None:
+def test_any_value_is_skipped_to_its_end(value: Any) -> None:
     raw = json.dumps(value)
     try:
         raw = json.dumps(value, ensure_ascii=False)
@@ -175,24 +175,24 @@ def test_any_value_is_passed_over_to_its_end(value: Any) -> None:
         return
     found = scanner(f" {raw} ,")
     found.skip()
-    assert found.finds(b",")
+    assert found.accept(b",")
     found.end()
 
 
 @pytest.mark.parametrize("raw", ["", "]", "}", "[", "[1", '["open]', "{]x", ",", ":"])
-def test_what_has_no_end_is_not_passed_over(raw: str) -> None:
+def test_unterminated_value_raises(raw: str) -> None:
     found = scanner(raw)
     with pytest.raises(RefusedError):
         found.skip()
         found.end()
 
 
-def test_no_nesting_is_too_deep_and_none_is_without_end() -> None:
+def test_nesting_is_skipped_up_to_its_limit() -> None:
     deep: Callable[[int], str] = lambda depth: "[" * depth + "]" * depth  # noqa: E731
     found = scanner(deep(MOST_SKIPPED // 2))
     found.skip()
     found.end()
-    with pytest.raises(RefusedError, match="too much to read"):
+    with pytest.raises(RefusedError, match="is too large"):
         scanner(deep(MOST_SKIPPED // 2 + 1)).skip()
 
 
@@ -202,8 +202,8 @@ def test_scanner_number_is_read(number: int) -> None:
 
 
 @pytest.mark.parametrize("raw", ["-1", '"1"', str(2**63), ""])
-def test_scanner_other_number_is_refused(raw: str) -> None:
-    with pytest.raises(RefusedError, match="no whole number at byte"):
+def test_scanner_malformed_number_raises(raw: str) -> None:
+    with pytest.raises(RefusedError, match="no integer at byte"):
         scanner(raw).number()
 
 
@@ -219,7 +219,7 @@ def one_by_one(raw: bytes) -> dict[str, str]:
 
 
 @given(st.dictionaries(st.text(max_size=9), st.text(max_size=9), max_size=9), st.booleans())
-def test_texts_read_at_once_are_those_read_one_by_one(
+def test_texts_read_at_once_equal_those_read_singly(
     texts: dict[str, str], ascii_only: bool
 ) -> None:
     try:
@@ -232,7 +232,7 @@ def test_texts_read_at_once_are_those_read_one_by_one(
     found = read.texts(100)
     assert found == texts or (found is None and b"\\" in raw)
     if found is None:
-        assert read.sees(b"{"), "nothing was read"
+        assert read.peek(b"{"), "nothing was read"
     else:
         read.end()
 
@@ -252,24 +252,24 @@ def test_texts_read_at_once_are_those_read_one_by_one(
         b"{" + b",".join(b'"%d":""' % i for i in range(70)) + b"}",
     ],
 )
-def test_texts_that_need_a_closer_look_are_not_read_at_once(raw: bytes) -> None:
+def test_texts_with_escapes_are_not_read_at_once(raw: bytes) -> None:
     read = scanner(raw)
     assert read.texts(1000) is None
-    assert read.sees(b"{"), "nothing was read"
+    assert read.peek(b"{"), "nothing was read"
 
 
-def test_texts_are_no_more_than_may_be() -> None:
+def test_texts_are_bounded_in_number() -> None:
     assert scanner(b'{"a":"1","b":"2"}').texts(2) == {"a": "1", "b": "2"}
     assert scanner(b'{"a":"1","b":"2"}').texts(1) is None
 
 
 @pytest.mark.parametrize("spaces", [0, 1, 4096, 4097, 10_000])
 @pytest.mark.parametrize("rest", [b"", b"x", b"\n"])
-def test_end_is_after_spaces_only(spaces: int, rest: bytes) -> None:
+def test_end_follows_spaces_only(spaces: int, rest: bytes) -> None:
     read = scanner(b"[]" + b" " * spaces + rest)
     assert read.numbers(1) == ()
     if rest == b"x":
-        with pytest.raises(RefusedError, match="something follows its end"):
+        with pytest.raises(RefusedError, match="extra data at byte"):
             read.end()
     else:
         read.end()

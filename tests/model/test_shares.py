@@ -15,7 +15,7 @@ SHARES = {name: value for name, value in vars(shares).items() if name.isupper()}
 OF_A_BUDGET = re.compile(r"\b_?(\w+_)?(budget|free|available|spare)(\(\))? *// *[0-9]")
 
 
-def test_each_share_is_in_the_table_of_the_docstring_and_says_why() -> None:
+def test_each_share_is_in_the_docstrings_table_with_a_reason() -> None:
     rows = re.findall(r"^    ([A-Z_]+) ", shares.__doc__ or "", re.MULTILINE)
     assert rows == list(SHARES)
     assert all(isinstance(value, int) and value > 1 for value in SHARES.values())
@@ -36,7 +36,7 @@ def test_each_share_is_used() -> None:
     assert used == SHARES.keys()
 
 
-def test_no_budget_is_shared_out_elsewhere() -> None:
+def test_budgets_are_shared_out_here_only() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
         for path in sorted(PACKAGE.rglob("*.py"))

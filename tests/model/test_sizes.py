@@ -51,7 +51,7 @@ POWERS = {
         (1.0, 1000),
     ],
 )
-def test_a_size(written: Any, nbytes: int) -> None:
+def test_size_is_parsed_to_bytes(written: Any, nbytes: int) -> None:
     assert parse_size(written, total=1000) == nbytes
 
 
@@ -60,42 +60,40 @@ IMPOSSIBLE = ["-8GB", "+8GB", "0GB", "0.0001B", "0%", "101%", "nan%", "inf", "Na
 
 
 @pytest.mark.parametrize("written", AMBIGUOUS + IMPOSSIBLE)
-def test_what_could_mean_two_things_or_nothing_is_refused(written: str) -> None:
+def test_ambiguous_or_empty_size_raises(written: str) -> None:
     with pytest.raises(ValueError, match=r"write|pass|use"):
         parse_size(written, total=1000)
 
 
 @pytest.mark.parametrize("written", [0, -1, 0.0, 1.5, -0.5, float("nan"), float("inf"), 1e-9])
-def test_a_number_that_is_no_size_is_refused(written: float) -> None:
+def test_number_that_is_no_size_raises(written: float) -> None:
     with pytest.raises(ValueError, match="pass"):
         parse_size(written, total=1000)
 
 
 @pytest.mark.parametrize("written", [True, False, None, b"8GB", [8], 8 + 0j])
-def test_another_type_is_refused(written: Any) -> None:
-    with pytest.raises(TypeError, match="a size is an int of bytes"):
+def test_size_of_another_type_raises(written: Any) -> None:
+    with pytest.raises(TypeError, match="a size must be an int of bytes"):
         parse_size(written)
 
 
-def test_the_message_shows_how_to_write_what_was_meant() -> None:
+def test_size_error_shows_how_to_write_it() -> None:
     with pytest.raises(ValueError, match="write '8GB' for gigabytes"):
         parse_size("8")
 
 
-def test_auto_is_only_what_the_caller_offers() -> None:
+def test_auto_is_accepted_only_where_offered() -> None:
     assert parse_size(" AUTO ", auto=7) == 7
-    with pytest.raises(ValueError, match="not offered"):
+    with pytest.raises(ValueError, match="not supported"):
         parse_size("auto")
 
 
-def test_a_share_is_one_of_usable_memory() -> None:
+def test_share_is_a_fraction_of_usable_memory() -> None:
     assert parse_size("50%") == int(0.5 * usable_memory())
 
 
 @given(st.integers(1, 2**60), st.sampled_from(sorted(POWERS)), st.randoms())
-def test_whole_numbers_are_exact_in_any_case_of_the_letters(
-    number: int, unit: str, rnd: Any
-) -> None:
+def test_whole_numbers_are_exact_in_any_letter_case(number: int, unit: str, rnd: Any) -> None:
     written = "".join(rnd.choice([c.lower(), c.upper()]) for c in f"{number}{unit}")
     assert parse_size(written) == number * POWERS[unit]
 
@@ -128,18 +126,18 @@ def write(root: Path, name: str, text: str) -> None:
     path.write_text(text)
 
 
-def test_without_cgroups_it_is_the_machine(tmp_path: Path) -> None:
+def test_memory_limit_without_cgroups_is_the_machines(tmp_path: Path) -> None:
     assert usable_memory(tmp_path) == MACHINE
 
 
 @pytest.mark.parametrize(("limit", "usable"), [(5 * PAGE, 5 * PAGE), (2 * MACHINE, MACHINE)])
-def test_version_2(tmp_path: Path, limit: int, usable: int) -> None:
+def test_memory_limit_v2_is_read(tmp_path: Path, limit: int, usable: int) -> None:
     write(tmp_path, "proc/self/cgroup", "0::/user.slice/job\n")
     write(tmp_path, "sys/fs/cgroup/user.slice/job/memory.max", f"{limit}\n")
     assert usable_memory(tmp_path) == usable
 
 
-def test_version_2_the_tightest_limit_on_the_way_to_the_root_binds(tmp_path: Path) -> None:
+def test_memory_limit_v2_tightest_ancestor_binds(tmp_path: Path) -> None:
     write(tmp_path, "proc/self/cgroup", "0::/user.slice/job\n")
     write(tmp_path, "sys/fs/cgroup/user.slice/job/memory.max", "max\n")
     write(tmp_path, "sys/fs/cgroup/user.slice/memory.max", "40960\n")
@@ -147,13 +145,13 @@ def test_version_2_the_tightest_limit_on_the_way_to_the_root_binds(tmp_path: Pat
     assert usable_memory(tmp_path) == 40960
 
 
-def test_version_2_in_a_container_that_is_its_own_root(tmp_path: Path) -> None:
+def test_memory_limit_v2_in_a_container_root_is_read(tmp_path: Path) -> None:
     write(tmp_path, "proc/self/cgroup", "0::/\n")
     write(tmp_path, "sys/fs/cgroup/memory.max", "40960\n")
     assert usable_memory(tmp_path) == 40960
 
 
-def test_version_1_takes_the_memory_controller_only(tmp_path: Path) -> None:
+def test_memory_limit_v1_reads_the_memory_controller(tmp_path: Path) -> None:
     lines = "12:cpu,cpuacct:/a\n11:hugetlb,memory:/docker/job\n1:name=systemd:/b\n"
     write(tmp_path, "proc/self/cgroup", lines)
     write(tmp_path, "sys/fs/cgroup/memory/docker/job/memory.limit_in_bytes", "40960\n")
@@ -161,13 +159,13 @@ def test_version_1_takes_the_memory_controller_only(tmp_path: Path) -> None:
     assert usable_memory(tmp_path) == 40960
 
 
-def test_version_1_without_a_limit_writes_a_huge_number(tmp_path: Path) -> None:
+def test_memory_limit_v1_unlimited_is_ignored(tmp_path: Path) -> None:
     write(tmp_path, "proc/self/cgroup", "11:memory:/\n")
     write(tmp_path, "sys/fs/cgroup/memory/memory.limit_in_bytes", "9223372036854771712\n")
     assert usable_memory(tmp_path) == MACHINE
 
 
-def test_a_path_outside_the_mount_still_finds_the_mount(tmp_path: Path) -> None:
+def test_memory_limit_path_outside_the_mount_is_found(tmp_path: Path) -> None:
     """In a cgroup namespace /proc may name a path above the one that is mounted."""
     write(tmp_path, "proc/self/cgroup", "0::/../../elsewhere\n")
     write(tmp_path, "sys/fs/cgroup/memory.max", "40960\n")
@@ -178,7 +176,7 @@ V1 = "sys/fs/cgroup/memory/job/"
 V2 = "sys/fs/cgroup/job/"
 
 
-def test_available_memory_version_1_leaves_what_others_use(tmp_path: Path) -> None:
+def test_available_memory_v1_excludes_other_users(tmp_path: Path) -> None:
     write(tmp_path, "proc/self/cgroup", "11:memory:/job\n")
     write(tmp_path, V1 + "memory.limit_in_bytes", "1000000\n")
     write(tmp_path, V1 + "memory.usage_in_bytes", "700000\n")
@@ -188,7 +186,7 @@ def test_available_memory_version_1_leaves_what_others_use(tmp_path: Path) -> No
     assert available_memory(tmp_path) == 357_000
 
 
-def test_available_memory_version_2_leaves_what_others_use(tmp_path: Path) -> None:
+def test_available_memory_v2_excludes_other_users(tmp_path: Path) -> None:
     """The group above has less left than the tightest limit allows."""
     write(tmp_path, "proc/self/cgroup", "0::/job\n")
     write(tmp_path, V2 + "memory.max", "1000000\n")
@@ -208,7 +206,7 @@ def test_available_memory_full_group_is_zero(tmp_path: Path) -> None:
     assert available_memory(tmp_path) == 0
 
 
-def test_a_slot_is_hardly_larger_than_what_it_is_for() -> None:
+def test_slot_is_hardly_larger_than_its_group() -> None:
     chance = random.Random(0)
     for nbytes in [*range(1, 3 * PAGE, 7), *(chance.randrange(1, 1 << 36) for _ in range(2000))]:
         slot = slot_bytes(nbytes)
@@ -218,9 +216,11 @@ def test_a_slot_is_hardly_larger_than_what_it_is_for() -> None:
         assert slot_bytes(max(nbytes - 1, 1)) <= slot
 
 
-def test_there_are_few_sizes_of_slots() -> None:
-    """64 for each doubling; below half a megabyte, every multiple of the page; from 16 MiB on, one
-    in eight pages."""
+def test_slot_sizes_are_few() -> None:
+    """Most slot sizes between two powers of two: 64.
+
+    Below half a megabyte, every multiple of the page; from 16 MiB on, one in eight pages.
+    """
     assert len({slot_bytes(nbytes) for nbytes in range(8 << 20, (16 << 20) + 1, PAGE)}) <= 65
     large = range(64 << 20, 65 << 20, PAGE)
     assert len({slot_bytes(nbytes) for nbytes in large}) <= len(large) // 8 + 1

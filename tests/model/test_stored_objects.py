@@ -1,4 +1,4 @@
-"""What an object file may say of its tensors: exactly what their blocks are."""
+"""An object file may describe its tensors only as its blocks are."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def refused(**views: list[Any]) -> str:
     return str(error.value)
 
 
-def test_what_is_written_is_read_back() -> None:
+def test_object_written_is_read_back() -> None:
     stored = decoded()
     assert stored.packing == packed()
     assert stored.digests == tuple(digest(b.name.encode()) for b in packed().blocks)
@@ -60,7 +60,7 @@ def test_what_is_written_is_read_back() -> None:
     assert stored.spec().key == KEY and stored.spec("other").key == "other"
 
 
-def test_the_source_reads_all_of_the_data_and_checks_each_block() -> None:
+def test_object_source_reads_everything_and_checks_each_block() -> None:
     stored = decoded()
     source = stored.source("m.st", base=4096)
     [segment] = source.segments
@@ -71,42 +71,42 @@ def test_the_source_reads_all_of_the_data_and_checks_each_block() -> None:
     ]
 
 
-def test_a_tensor_that_reaches_past_its_block_is_refused() -> None:
-    assert "reaches past its block" in refused(tail=["t", "F32", [4], [1], 12])
-    assert "reaches past its block" in refused(tail=["t", "F32", [2], [3], 12])
+def test_tensor_beyond_its_block_raises() -> None:
+    assert "extends past the end of its block" in refused(tail=["t", "F32", [4], [1], 12])
+    assert "extends past the end of its block" in refused(tail=["t", "F32", [2], [3], 12])
 
 
-def test_a_tensor_that_no_machine_could_hold_is_refused() -> None:
+def test_tensor_too_large_for_any_machine_raises() -> None:
     large = 2**63
-    assert "larger than any can be" in refused(tail=["t", "F32", [large], [0], 0])
-    assert "larger than any can be" in refused(tail=["t", "F32", [2**31, 2**30], [0, 0], 0])
-    assert "larger than any can be" in refused(tail=["t", "F32", [0], [large], 0])
+    assert "is too large" in refused(tail=["t", "F32", [large], [0], 0])
+    assert "is too large" in refused(tail=["t", "F32", [2**31, 2**30], [0, 0], 0])
+    assert "is too large" in refused(tail=["t", "F32", [0], [large], 0])
 
 
-def test_a_tensor_lies_where_its_dtype_can() -> None:
-    assert "lies where none of its dtype can" in refused(tail=["t", "F32", [2], [1], 13])
+def test_tensor_offset_is_aligned_for_its_dtype() -> None:
+    assert "is misaligned for its dtype" in refused(tail=["t", "F32", [2], [1], 13])
 
 
-def test_a_tensor_of_another_rank_or_dtype_is_refused() -> None:
-    assert "described wrongly" in refused(tail=["t", "F31", [3], [1], 12])
-    assert "described wrongly" in refused(tail=["t", "F32", [3], [1, 1], 12])
+def test_tensor_of_another_rank_or_dtype_raises() -> None:
+    assert "has an invalid description" in refused(tail=["t", "F31", [3], [1], 12])
+    assert "has an invalid description" in refused(tail=["t", "F32", [3], [1, 1], 12])
 
 
-def test_a_block_is_what_its_only_tensor_is() -> None:
-    assert "is not what its tensors are" in refused(w=["w", "F32", [3, 2], [2, 1], 0])
-    assert "is not what its tensors are" in refused(w=["w", "F32", [2, 2], [2, 1], 0])
+def test_block_equals_its_only_tensor() -> None:
+    assert "does not match its tensors" in refused(w=["w", "F32", [3, 2], [2, 1], 0])
+    assert "does not match its tensors" in refused(w=["w", "F32", [2, 2], [2, 1], 0])
 
 
-def test_every_block_is_looked_at_and_every_tensor_looks_at_one() -> None:
-    assert "looks at no block" in refused(w=["t", "F32", [2, 3], [3, 1], 0])
-    assert "looks at no block" in refused(more=["nothing", "F32", [1], [1], 0])
+def test_every_block_is_read_and_tensors_view_one() -> None:
+    assert "has no block" in refused(w=["t", "F32", [2, 3], [3, 1], 0])
+    assert "has no block" in refused(more=["nothing", "F32", [1], [1], 0])
 
 
 NAMES = ("w", "a.b", "\u00e9", 'say "w"', "back\\slash", "two\nlines")
 
 
 @pytest.mark.parametrize("count", [1, 6, 64, 65])
-def test_views_read_at_once_are_those_read_one_by_one(
+def test_views_read_at_once_equal_those_read_singly(
     count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for first in range(len(NAMES)):
@@ -121,7 +121,7 @@ def test_views_read_at_once_are_those_read_one_by_one(
             assert decode_object(found, "m.st") == at_once
 
 
-def test_views_of_one_name_are_refused_also_at_once() -> None:
+def test_views_of_one_name_raise_also_at_once() -> None:
     found = header()
     text = found.metadata["tierstore.views"]
     twice = text[:-1] + "," + text[1:]

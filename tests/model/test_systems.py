@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ELSEWHERE = """
 import sys
 sys.platform = {platform!r}
-sys.modules["fcntl"] = None  # whoever imports it gets an ImportError of Python's
+sys.modules["fcntl"] = None  # importing it raises Python's ImportError
 sys.modules["resource"] = None
 sys.argv = {argv!r}
 """
@@ -32,11 +32,11 @@ def start(platform: str, code: str, argv: list[str]) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize("platform", ["darwin", "win32", "freebsd14"])
-def test_to_import_it_elsewhere_is_an_import_error_in_words(platform: str) -> None:
+def test_import_on_another_system_raises_import_error(platform: str) -> None:
     run = start(platform, "import tierstore", ["program.py"])
     assert run.returncode == 1
     last = run.stderr.splitlines()[-1]
-    assert last.startswith(f"ImportError: tierstore works on Linux only, and this is {platform!r}")
+    assert last.startswith(f"ImportError: tierstore supports Linux only, not {platform!r}")
     assert "WSL2" in last
     assert "container" in last
     assert "fcntl" not in run.stderr
@@ -50,24 +50,24 @@ def test_to_import_it_elsewhere_is_an_import_error_in_words(platform: str) -> No
         ("/usr/local/bin/tierstore-serve", "tierstore.service.cli"),
     ],
 )
-def test_the_commands_say_it_in_a_line(program: str, module: str) -> None:
+def test_commands_on_another_system_print_one_line(program: str, module: str) -> None:
     run = start("darwin", f"import {module}", [program, "--version"])
     assert run.returncode == 1
     assert run.stdout == ""
     (line,) = run.stderr.splitlines()
     assert line.startswith("tierstore-")
-    assert "works on Linux only" in line
+    assert "supports Linux only" in line
 
 
-def test_pages_of_another_size_are_refused() -> None:
+def test_unsupported_page_size_raises() -> None:
     """Their page map has an entry for each, so that written weights would not be noticed."""
-    with pytest.raises(ImportError, match="kernel has pages of 65536: start the machine"):
+    with pytest.raises(ImportError, match="kernel has pages of 65536 bytes: boot a kernel"):
         require_known_system("linux", 65536)
-    with pytest.raises(SystemExit, match="tierstore-inspect: tierstore works with memory pages"):
+    with pytest.raises(SystemExit, match="tierstore-inspect: tierstore supports memory pages"):
         require_known_system("linux", 16384, "/usr/bin/tierstore-inspect")
 
 
-def test_on_this_system_nothing_is_said() -> None:
+def test_supported_system_is_silent() -> None:
     require_known_system()
     require_known_system("linux", systems.PAGE, "/usr/bin/tierstore-inspect")
     assert systems.PAGE == sizes.PAGE == mmap.PAGESIZE

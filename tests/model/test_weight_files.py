@@ -35,12 +35,12 @@ FP16_SHARDS = [f"{D}.fp16-{n:05}-of-00002.safetensors" for n in (1, 2)]
         (["model.onnx", "pytorch_model.bin", "models.safetensors"], None, None),
     ],
 )
-def test_one_is_chosen(names: list[str], variant: str | None, chosen: str | None) -> None:
+def test_weight_file_is_chosen(names: list[str], variant: str | None, chosen: str | None) -> None:
     for order in (names, names[::-1]):
         assert main_file(order, variant) == chosen
 
 
-def test_variants() -> None:
+def test_weight_variants_are_found() -> None:
     names = [
         f"{D}.safetensors",
         f"{D}.fp16.safetensors",

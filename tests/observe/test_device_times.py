@@ -1,4 +1,4 @@
-"""When an accelerator did what it was told, on the host's clock."""
+"""Completion times of device work, on the host's clock."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ def queued_copy(stream: torch.Stream, device: torch.device) -> torch.Tensor:
     return target
 
 
-def test_times_are_told_once_they_have_passed_and_nothing_is_forced(
-    device: torch.device, pretend: Any
-) -> None:
+def test_device_times_are_polled_without_synchronizing(device: torch.device, pretend: Any) -> None:
     stream = torch.Stream(device)
     times = DeviceTimes(device, stream)
     told: list[list[float]] = []
@@ -40,49 +38,49 @@ def test_times_are_told_once_they_have_passed_and_nothing_is_forced(
     began = times.mark(stream)
     target = queued_copy(stream, device)
     ended = times.mark(stream)
-    times.tell(told.append, began, ended)
+    times.notify(told.append, began, ended)
     waiting = pretend.queued_tasks()
     assert waiting > 0
-    times.look()
+    times.poll()
     assert not told
     assert pretend.queued_tasks() == waiting, "looking forced the copy"
     ended.event.synchronize()
-    times.look()
+    times.poll()
     ((start, end),) = told
     assert before <= start <= end <= time.monotonic()
     assert target.sum() == 1024
-    times.look()
+    times.poll()
     assert len(told) == 1, "it was told twice"
 
 
-def test_one_that_waits_does_not_hold_up_another(device: torch.device, pretend: Any) -> None:
+def test_unfinished_event_does_not_delay_another_stream(device: torch.device, pretend: Any) -> None:
     slow, quick = torch.Stream(device), torch.Stream(device)
     times = DeviceTimes(device, quick)
     told: list[str] = []
     target = queued_copy(slow, device)
-    times.tell(lambda _: told.append("slow"), times.mark(slow))
-    times.tell(lambda _: told.append("quick"), times.mark(quick))
-    times.look()
+    times.notify(lambda _: told.append("slow"), times.mark(slow))
+    times.notify(lambda _: told.append("quick"), times.mark(quick))
+    times.poll()
     assert told == ["quick"]
     slow.synchronize()
-    times.look()
+    times.poll()
     assert told == ["quick", "slow"]
     assert target.sum() == 1024
 
 
-def test_times_follow_the_order_of_a_stream(device: torch.device) -> None:
+def test_device_times_follow_the_order_of_a_stream(device: torch.device) -> None:
     times = DeviceTimes(device, torch.Stream(device))
     told: list[float] = []
     for _ in range(200):  # looked at now and then, without being asked to
-        times.tell(lambda at: told.extend(at), times.mark())
+        times.notify(lambda at: told.extend(at), times.mark())
     assert len(told) > 100
-    times.look()
+    times.poll()
     assert told == sorted(told)
     assert len(told) == 200
 
 
 def queries(act: Callable[[], object]) -> int:
-    """How often this thread asks an event whether it has passed, meanwhile."""
+    """Return the number of polls of an event by this thread meanwhile."""
     count = 0
 
     def note(_: Any, what: str, called: Any) -> None:
@@ -97,20 +95,18 @@ def queries(act: Callable[[], object]) -> int:
     return count
 
 
-def test_a_device_that_is_behind_is_asked_once_for_each_stream(
-    device: torch.device, pretend: Any
-) -> None:
+def test_busy_device_is_polled_once_per_stream(device: torch.device, pretend: Any) -> None:
     streams = [torch.Stream(device) for _ in range(2)]
     times = DeviceTimes(device, streams[0])
     told: list[float] = []
     targets = [queued_copy(stream, device) for stream in streams]
     for number in range(1000):
-        times.tell(told.extend, times.mark(streams[number % 2]))
-    assert queries(times.look) == 2
+        times.notify(told.extend, times.mark(streams[number % 2]))
+    assert queries(times.poll) == 2
     assert not told
     for stream in streams:
         stream.synchronize()
-    assert queries(times.look) == 1000, "each that has passed is asked once more"
+    assert queries(times.poll) == 1000, "each that has passed is asked once more"
     assert len(told) == 1000
     assert all(target.sum() == 1024 for target in targets)
 
@@ -122,12 +118,12 @@ class Broken:
         raise RuntimeError("the device is lost")
 
 
-def test_what_a_failed_device_cannot_tell_is_forgotten(device: torch.device) -> None:
+def test_failed_device_events_are_discarded(device: torch.device) -> None:
     times = DeviceTimes(device, torch.Stream(device))
     told: list[list[float]] = []
-    times.tell(told.append, Mark(Broken(), time.monotonic()))
-    times.tell(told.append, times.mark())
-    times.look()
+    times.notify(told.append, Mark(Broken(), time.monotonic()))
+    times.notify(told.append, times.mark())
+    times.poll()
     assert len(told) == 1
-    times.look()
+    times.poll()
     assert len(told) == 1

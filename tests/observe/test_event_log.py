@@ -1,4 +1,4 @@
-"""What the event log keeps is enough to make every decision again, also from a file."""
+"""The event log suffices to replay every decision, also from a file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tierstore.observe.event_log import (
     Handled,
     from_document,
     from_row,
-    replayed,
+    replay_events,
     to_document,
     to_row,
 )
@@ -47,7 +47,7 @@ WHOLE = events.RecoveredGroup(
     leases=((Access.READ, True), (Access.TAKE, False)),
     host_lease=HostAccess.PERMANENT,
     backing=DISK,
-    use_order=UseOrder.ANNOUNCED,
+    use_order=UseOrder.PREFETCHED,
     sticky=True,
     visible=False,
     claimed=True,
@@ -55,7 +55,7 @@ WHOLE = events.RecoveredGroup(
 )
 ALL: list[Event] = [
     events.Registered(A, 5),
-    events.Registered(A, 5, True, UseOrder.ANNOUNCED, HOST, True),
+    events.Registered(A, 5, True, UseOrder.PREFETCHED, HOST, True),
     events.Recovered(()),
     events.Recovered((BARE, WHOLE)),
     events.Claimed(A, 5, UseOrder.ROUTED),
@@ -95,27 +95,27 @@ def through_json(row: list[Any]) -> list[Any]:
     return read
 
 
-def test_every_type_of_event_is_tried() -> None:
+def test_event_types_are_all_tested() -> None:
     assert {type(event) for event in ALL} | {events.Failed} == set(get_args(Event))
 
 
 @pytest.mark.parametrize("event", ALL, ids=lambda event: type(event).__name__)
-def test_an_event_goes_through_json_unchanged(event: Event) -> None:
+def test_event_survives_json(event: Event) -> None:
     now, read = from_row(through_json(to_row(1.5, event)))
     assert (now, read) == (1.5, event)
     for field in fields(event):
         assert type(getattr(read, field.name)) is type(getattr(event, field.name))
 
 
-def test_a_row_of_before_a_field_was_added_has_the_default() -> None:
+def test_row_of_an_older_version_gets_the_default() -> None:
     older = to_row(1.5, events.Leased(A, Access.READ, True, False))[:-1]
     assert from_row(through_json(older)) == (1.5, events.Leased(A, Access.READ, True, False, 0))
     for wrong in ([1.5, "Leased", ["a", 0]], [*older, 0, 0]):
-        with pytest.raises(ValueError, match="is no event"):
+        with pytest.raises(ValueError, match="is not an event"):
             from_row(through_json(wrong))
 
 
-def test_an_error_goes_through_json_as_its_text() -> None:
+def test_error_survives_json_as_text() -> None:
     failed = events.Failed(A, DISK, HOST, OSError(5, "no such luck"))
     _, read = from_row(through_json(to_row(0, failed)))
     assert isinstance(read, events.Failed)
@@ -137,11 +137,11 @@ def test_tiers_are_known_by_name() -> None:
     assert known.tier is DISK
 
 
-def test_what_is_older_than_a_field_is_read_with_its_default() -> None:
+def test_record_of_an_older_version_gets_defaults() -> None:
     whole = through_json(to_row(0, events.Registered(A, 5)))
     assert whole[-1] is False, "it says whether the group is shared"
     assert from_row(whole[:-1]) == from_row(whole)
-    with pytest.raises(ValueError, match="is no event"):
+    with pytest.raises(ValueError, match="is not an event"):
         from_row([*whole, False])
 
 
@@ -153,34 +153,34 @@ def test_what_is_older_than_a_field_is_read_with_its_default() -> None:
         (None, "NoneType"),
         ([1.0, "Leasd", ["a", 1]], "Leasd"),
         ([1.0, ["Leased"], ["a", 1]], "unhashable"),
-        (["noon", "Filled", ["a", 1]], "'noon' is no int or float"),
-        ([True, "Filled", ["a", 1]], "True is no int or float"),
+        (["noon", "Filled", ["a", 1]], "'noon' is not of type int or float"),
+        ([True, "Filled", ["a", 1]], "True is not of type int or float"),
         ([1.0, "Filled"], "shorter"),
         ([1.0, "Filled", ["a", 1], 2], "longer"),
-        ([1.0, "Filled", "ab"], "'ab' is no list"),
-        ([1.0, "Filled", ["a", "1"]], "'1' is no int"),
+        ([1.0, "Filled", "ab"], "'ab' is not of type list"),
+        ([1.0, "Filled", ["a", "1"]], "'1' is not of type int"),
         ([1.0, "Filled", ["a", 1, 2]], "too many values"),
-        ([1.0, "Filled", [None, 1]], "None is no str"),
-        ([1.0, "Claimed", ["a", 1], 2.5, "learned"], "2.5 is no int"),
+        ([1.0, "Filled", [None, 1]], "None is not of type str"),
+        ([1.0, "Claimed", ["a", 1], 2.5, "learned"], "2.5 is not of type int"),
         ([1.0, "Claimed", ["a", 1], 2, "often"], "'often' is not a valid UseOrder"),
-        ([1.0, "Registered", ["a", 1], 2, 0, "learned", "DISK"], "0 is no bool"),
+        ([1.0, "Registered", ["a", 1], 2, 0, "learned", "DISK"], "0 is not of type bool"),
         ([1.0, "Ending", ["a", 1], "HOST", "ATTIC"], "ATTIC"),
         ([1.0, "Released", ["a", 1], "borrow", False], "borrow"),
         ([1.0, "HostLeased", ["a", 1], "borrow"], "borrow"),
-        ([1.0, "Failed", ["a", 1], "DISK", "HOST", 5], "5 is no str"),
-        ([1.0, "Expected", "ab", None], "'ab' is no list"),
-        ([1.0, "Recovered", [["a", 1]]], "'a' is no list"),
+        ([1.0, "Failed", ["a", 1], "DISK", "HOST", 5], "5 is not of type str"),
+        ([1.0, "Expected", "ab", None], "'ab' is not of type list"),
+        ([1.0, "Recovered", [["a", 1]]], "'a' is not of type list"),
         ([1.0, "Recovered", [[["a", 1], 5]]], "shorter"),
         ([1.0, "TransferMeasured", "DISK", "HOST", 5, 10**400, 1.0], "too large"),
     ],
 )
-def test_what_is_no_event_is_refused_and_why(row: Any, wrong: str) -> None:
-    with pytest.raises(ValueError, match="is no event") as caught:
+def test_malformed_event_raises_with_the_reason(row: Any, wrong: str) -> None:
+    with pytest.raises(ValueError, match="is not an event") as caught:
         from_row(row)
     assert wrong in str(caught.value)
 
 
-def test_a_log_keeps_the_newest_and_counts_what_it_dropped() -> None:
+def test_log_keeps_the_newest_and_counts_dropped() -> None:
     log = EventLog(BUDGETS, "lru", kept=3)
     assert log.record() == EventRecord(BUDGETS, "lru", False, 0, ())
     drop = Drop(A, 5, HOST)
@@ -191,7 +191,7 @@ def test_a_log_keeps_the_newest_and_counts_what_it_dropped() -> None:
         assert log.record().dropped == max(0, count - 3)
 
 
-def test_a_record_is_of_its_moment() -> None:
+def test_record_is_a_snapshot() -> None:
     log = EventLog(BUDGETS, "lru")
     before = log.record()
     log.note(1.0, events.Filled(A), [])
@@ -220,7 +220,7 @@ def document() -> dict[str, Any]:
     return read
 
 
-def test_a_record_goes_through_json_unchanged() -> None:
+def test_record_survives_json() -> None:
     read = from_document(document())
     assert read == RECORD
     assert [(tier.name, tier.persistent) for tier in read.budgets] == [
@@ -233,10 +233,10 @@ def test_a_record_goes_through_json_unchanged() -> None:
     ("field", "value", "wrong"),
     [
         ("tiers", None, "it has no 'tiers'"),
-        ("tiers", [5], "5 is no tier"),
-        ("tiers", [[1, "HOST", False]], "is no tier: ValueError: not enough values"),
-        ("tiers", [[1, "HOST", False, 0.5]], "0.5 is no int"),
-        ("tiers", [[1, ["HOST"], False, 5]], "is no str"),
+        ("tiers", [5], "5 is not a tier"),
+        ("tiers", [[1, "HOST", False]], "is not a tier: ValueError: not enough values"),
+        ("tiers", [[1, "HOST", False, 0.5]], "0.5 is not of type int"),
+        ("tiers", [[1, ["HOST"], False, 5]], "is not of type str"),
         ("tiers", [[2, "HOST", False, 5]], "HOST is another tier"),
         ("tiers", [[1, "HOST", True, 5]], "HOST is another tier"),
         ("tiers", [[1, "HOST", False, 5], [1, "HOST", False, 5]], "lists a tier twice"),
@@ -247,25 +247,25 @@ def test_a_record_goes_through_json_unchanged() -> None:
         ("dropped", "7", "it has no 'dropped'"),
         ("dropped", -1, "it has no 'dropped'"),
         ("handled", {}, "it has no 'handled'"),
-        ("handled", [5], "event 1: TypeError: 5 is no list"),
+        ("handled", [5], "event 1: TypeError: 5 is not of type list"),
         ("handled", [[]], "event 1: ValueError: not enough values"),
-        ("handled", [[[0, "DeviceVacated"]], [[0, "Leasd"]]], "event 2: .* is no event"),
-        ("handled", [[[0, "DeviceVacated"], 5]], "5 is no instruction"),
+        ("handled", [[[0, "DeviceVacated"]], [[0, "Leasd"]]], "event 2: .* is not an event"),
+        ("handled", [[[0, "DeviceVacated"], 5]], "5 is not an instruction"),
         ("handled", [[[0, "DeviceVacated"], ["Burn", ["a", 1]]]], "KeyError: 'Burn'"),
         ("handled", [[[0, "DeviceVacated"], ["Forget", ["a", 1], 5]]], "longer"),
         ("handled", [[[0, "DeviceVacated"], ["Drop", ["a", 1], 1 << 63, "HOST"]]], "too large"),
-        ("handled", [[["x" * 100_000, "x" * 100_000]]], "is no event"),
-        ("handled", [[[0, "x" * 100_000]]], "is no event"),
+        ("handled", [[["x" * 100_000, "x" * 100_000]]], "is not an event"),
+        ("handled", [[[0, "x" * 100_000]]], "is not an event"),
     ],
 )
-def test_what_is_no_record_is_refused_and_why(field: str, value: Any, wrong: str) -> None:
+def test_malformed_record_raises_with_the_reason(field: str, value: Any, wrong: str) -> None:
     with pytest.raises(ValueError, match=wrong) as caught:
         from_document({**document(), field: value})
     assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize("value", [None, 5, [], {}, "tiers"])
-def test_what_is_no_object_is_no_record(value: Any) -> None:
+def test_record_that_is_no_object_raises(value: Any) -> None:
     with pytest.raises(ValueError, match="it has no 'tiers'"):
         from_document(value)
 
@@ -275,7 +275,7 @@ def replay_rows(world: World, policy: str, rows: list[list[Any]]) -> Iterator[li
     log = [from_row(through_json(row), tiers) for row in rows]
     schedule, budgets = LearnedOrder(MEMORY), world.books.budgets
     planner = Planner(budgets, policy_named(policy, schedule, budgets), schedule)
-    answers = replayed(log, planner)
+    answers = replay_events(log, planner)
     return (instructions for _, instructions in answers)
 
 
@@ -291,7 +291,7 @@ def first_difference(
 
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
-def test_a_log_that_is_played_again_gives_the_same_instructions(policy: str, remote: bool) -> None:
+def test_log_replayed_gives_the_same_instructions(policy: str, remote: bool) -> None:
     events_seen: set[str] = set()
     for seed in range(30):
         world = play(seed, policy, remote=remote)
@@ -302,7 +302,7 @@ def test_a_log_that_is_played_again_gives_the_same_instructions(policy: str, rem
     assert {"Failed", "Recovered", "Expected", "HostLeased", "Registered"} <= events_seen
 
 
-def test_another_policy_gives_other_instructions() -> None:
+def test_other_policy_gives_other_instructions() -> None:
     """The control: that the instructions are the same says something."""
     others = 0
     for seed in range(30):
@@ -336,7 +336,7 @@ def fail(folder: Path) -> tuple[list[list[Any]], AssertionError]:
     return told, caught.value
 
 
-def test_a_failing_history_names_a_file_that_can_be_played_again(tmp_path: Path) -> None:
+def test_failing_history_names_a_replayable_file(tmp_path: Path) -> None:
     told, error = fail(tmp_path)
     (file,) = tmp_path.iterdir()
     assert any(f"replay({str(file)!r})" in note for note in error.__notes__)
@@ -346,7 +346,7 @@ def test_a_failing_history_names_a_file_that_can_be_played_again(tmp_path: Path)
     assert sum(map(len, told)) > 10
 
 
-def test_a_changed_row_gives_others(tmp_path: Path) -> None:
+def test_changed_row_gives_other_instructions(tmp_path: Path) -> None:
     told, _ = fail(tmp_path)
     (file,) = tmp_path.iterdir()
     head, *lines = file.read_text().splitlines()
@@ -357,7 +357,7 @@ def test_a_changed_row_gives_others(tmp_path: Path) -> None:
     assert first_difference(answers, told) == changed
 
 
-def test_without_a_folder_the_file_is_in_a_temporary_one() -> None:
+def test_failing_history_without_folder_writes_a_temporary_file() -> None:
     before = set(Path(tempfile.gettempdir()).glob("tierstore-history-*"))
     with pytest.raises(AssertionError) as caught:
         for seed in range(50):
@@ -370,8 +370,8 @@ def test_without_a_folder_the_file_is_in_a_temporary_one() -> None:
     shutil.rmtree(folder)
 
 
-def test_an_event_that_raises_is_in_the_file(tmp_path: Path) -> None:
-    """Of what went wrong in the planner itself, the last event is what matters."""
+def test_event_that_raises_is_in_the_file(tmp_path: Path) -> None:
+    """After a failure in the planner, the last event is the cause."""
 
     class Breaks(mutants.FaultyPlanner):
         def handle(self, event: Event, now: float = 0.0) -> list[Any]:
@@ -386,7 +386,7 @@ def test_an_event_that_raises_is_in_the_file(tmp_path: Path) -> None:
     assert json.loads(file.read_text().splitlines()[-1])[1] == "Discarded"
 
 
-def test_of_an_error_only_the_text_is_kept() -> None:
+def test_error_is_kept_as_text_only() -> None:
     """Its traceback would keep everything alive that it came through."""
     log = EventLog(BUDGETS, "lru")
     try:

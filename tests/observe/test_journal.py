@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tierstore.observe.journal import STALL, Journal, LeaseUse, Ring, Span, Stretches
+from tierstore.observe.journal import STALL, Journal, LeaseUse, Ring, Span, SpanTotals
 
 Told = tuple[str, int, int]
 
@@ -35,41 +35,39 @@ def by_hand(told: list[Told]) -> tuple[dict[str, int], int, int]:
 
 
 @given(spans)
-def test_stretches_are_unions(told: list[Told]) -> None:
-    stretches = Stretches()
+def test_busy_time_is_the_union_of_intervals(told: list[Told]) -> None:
+    totals = SpanTotals()
     for kind, start, length in told:
-        stretches.add(kind, start, start + length)
-    stretches.total_up_to(float("inf"))
-    assert (stretches.seconds, stretches.moving, stretches.hidden) == by_hand(told)
-    assert len(stretches) == 0
+        totals.add(kind, start, start + length)
+    totals.total_up_to(float("inf"))
+    assert (totals.seconds, totals.moving, totals.hidden) == by_hand(told)
+    assert len(totals) == 0
 
 
 @given(spans, st.lists(st.integers(0, 45), max_size=5))
-def test_settling_early_changes_nothing_that_was_told_before(
-    told: list[Told], times: list[int]
-) -> None:
-    stretches = Stretches()
+def test_settling_early_keeps_earlier_results(told: list[Told], times: list[int]) -> None:
+    totals = SpanTotals()
     for kind, start, length in told:
-        stretches.add(kind, start, start + length)
+        totals.add(kind, start, start + length)
     for time in sorted(times):
-        stretches.total_up_to(time)
-    copy = stretches.copy()
+        totals.total_up_to(time)
+    copy = totals.copy()
     copy.total_up_to(float("inf"))
     assert (copy.seconds, copy.moving, copy.hidden) == by_hand(told)
-    stretches.total_up_to(float("inf"))  # the copy took nothing from it
-    assert (stretches.seconds, stretches.moving, stretches.hidden) == by_hand(told)
+    totals.total_up_to(float("inf"))  # the copy took nothing from it
+    assert (totals.seconds, totals.moving, totals.hidden) == by_hand(told)
 
 
-def test_what_is_told_too_late_counts_from_then_on() -> None:
-    stretches = Stretches()
-    stretches.total_up_to(10)
-    stretches.add("DISK>HOST", 5, 15)
-    stretches.add("DISK>HOST", 5, 9)
-    stretches.total_up_to(20)
-    assert stretches.seconds == {"DISK>HOST": 5}
+def test_late_interval_counts_from_then_on() -> None:
+    totals = SpanTotals()
+    totals.total_up_to(10)
+    totals.add("DISK>HOST", 5, 15)
+    totals.add("DISK>HOST", 5, 9)
+    totals.total_up_to(20)
+    assert totals.seconds == {"DISK>HOST": 5}
 
 
-def test_a_journal_adds_up_more_than_it_keeps() -> None:
+def test_journal_totals_outlast_its_entries() -> None:
     journal = Journal()
     for i in range(5000):  # settles several times
         journal.end(Span("DISK>HOST", "a", nbytes=10, start=2.0 * i, end=2.0 * i + 1))
@@ -81,10 +79,10 @@ def test_a_journal_adds_up_more_than_it_keeps() -> None:
     assert summary.bandwidth == pytest.approx({"DISK>HOST": 10.0})
     assert summary.stalled == pytest.approx(5000.0)
     assert summary.overlap == pytest.approx(0.5)
-    assert len(journal.stretches) < 2000, "what is long past is still kept"
+    assert len(journal.totals) < 2000, "what is long past is still kept"
 
 
-def test_what_is_still_going_counts_and_is_not_settled_without_it() -> None:
+def test_open_interval_counts_and_is_not_settled() -> None:
     journal = Journal()
     began = monotonic() - 3000  # all of it is over, also where the clock has just begun
     wait, move = Span(STALL, "a", start=began + 1), Span("DISK>HOST", "a", start=began + 1)
@@ -103,21 +101,21 @@ def test_what_is_still_going_counts_and_is_not_settled_without_it() -> None:
     assert summary.busy["DISK>HOST"] == pytest.approx(2.0)
 
 
-def test_without_moves_everything_is_hidden() -> None:
+def test_journal_without_moves_hides_everything() -> None:
     journal = Journal()
     journal.end(Span(STALL, "a", start=1.0, end=2.0))
     assert journal.summary().overlap == 1.0
     assert journal.summary().busy == {}
 
 
-def test_a_ring_keeps_the_newest_and_counts_the_rest() -> None:
+def test_ring_keeps_the_newest_and_counts_the_rest() -> None:
     ring: Ring[int] = Ring(3)
     for i in range(5):
         ring.add(i)
     assert (ring.events(), ring.dropped) == ([2, 3, 4], 2)
 
 
-def test_what_was_dropped_is_counted_over_all_rings() -> None:
+def test_dropped_entries_are_counted_over_all_rings() -> None:
     journal = Journal(uses=Ring(1), levels=Ring(1))
     for i in range(3):
         journal.uses.add(LeaseUse("a", 1, "hit", 0.0))

@@ -1,18 +1,18 @@
-"""Passes: noted once, whoever ends them, and however many there were."""
+"""Passes are recorded once, by whichever thread ends them, in any number."""
 
 from __future__ import annotations
 
 import threading
 import time
 
-from tierstore.observe.passes import Passes, PassesOf
+from tierstore.observe.passes import ModelPasses, Passes
 
 
 def on_the_host(kept: int = 100) -> Passes:
     return Passes(None, lambda: False, kept)
 
 
-def test_a_pass_lasts_from_its_begin_to_its_end() -> None:
+def test_pass_lasts_from_begin_to_end() -> None:
     passes = on_the_host()
     before = time.monotonic()
     begun = passes.begin("model")
@@ -24,7 +24,7 @@ def test_a_pass_lasts_from_its_begin_to_its_end() -> None:
     assert before <= one.start <= one.end - 0.01 <= one.end <= after
 
 
-def test_passes_are_numbered_by_model_and_by_what_they_do() -> None:
+def test_passes_are_numbered_by_model_and_kind() -> None:
     passes = on_the_host()
     for model, does in [("a", "forward"), ("b", "forward"), ("a", "encode"), ("a", "forward")]:
         passes.end(passes.begin(model, does))
@@ -37,7 +37,7 @@ def test_passes_are_numbered_by_model_and_by_what_they_do() -> None:
     ]
 
 
-def test_a_second_end_does_nothing() -> None:
+def test_second_end_does_nothing() -> None:
     passes = on_the_host()
     begun = passes.begin("model")
     passes.end(begun)
@@ -47,7 +47,7 @@ def test_a_second_end_does_nothing() -> None:
     assert [(one.end, one.failed) for one in passes.events(0.0)] == [(ended, False)]
 
 
-def test_a_pass_that_goes_on_is_shown_until_now() -> None:
+def test_running_pass_is_shown_until_now() -> None:
     passes = on_the_host()
     begun = passes.begin("model")
     now = time.monotonic()
@@ -58,7 +58,7 @@ def test_a_pass_that_goes_on_is_shown_until_now() -> None:
     assert len(passes.events(now)) == 1
 
 
-def test_of_many_the_newest_are_kept_and_the_rest_counted() -> None:
+def test_newest_passes_are_kept_and_the_rest_counted() -> None:
     passes = on_the_host(kept=3)
     for _ in range(5):
         passes.end(passes.begin("model"))
@@ -66,9 +66,9 @@ def test_of_many_the_newest_are_kept_and_the_rest_counted() -> None:
     assert passes.dropped == 2
 
 
-def test_threads_give_each_pass_a_number_of_its_own() -> None:
+def test_threads_number_their_passes_uniquely() -> None:
     passes = on_the_host(kept=4000)
-    of_model = PassesOf(passes, "model")
+    of_model = ModelPasses(passes, "model")
 
     def run() -> None:
         for _ in range(500):

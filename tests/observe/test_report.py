@@ -1,4 +1,4 @@
-"""What numbers look like: a line, a text, a table, HTML. All four say the same."""
+"""Figures as a line, a text, a table and HTML: all four agree."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tierstore.model.locks import RLock, if_free
 from tierstore.observe.journal import Journal, Span
-from tierstore.observe.report import Shown, fragment, line, table, text
+from tierstore.observe.report import Description, fragment, line, table, text
 from tierstore.observe.stats import ActivationStats, Stats
 
 MIB = 1 << 20
@@ -45,31 +45,32 @@ def drawn(look: Any, width: int = 80) -> str:
     return file.getvalue()
 
 
-def test_a_line_has_tiers_acquires_stalls_and_bandwidths() -> None:
+def test_line_has_tiers_acquires_stalls_and_bandwidths() -> None:
     assert repr(stats()) == (
         "<Stats: HOST 6.0 MiB of 8.0 MiB (peak 7.0 MiB), DISK 1.5 KiB; 1,200 hits, 3 late, 1 miss, "
         "0.50 s stalled; DISK>HOST 3.0 MiB at 1.5 MiB/s>"
     )
 
 
-def test_a_text_has_them_below_each_other() -> None:
-    assert text(Shown("Stats", stats())).split("\n") == [
+def test_text_lists_the_figures_vertically() -> None:
+    assert text(Description("Stats", stats())).split("\n") == [
         "Stats",
         "tier     used     peak    budget  full",
         "HOST  6.0 MiB  7.0 MiB   8.0 MiB   75%",
         "DISK  1.5 KiB  1.5 KiB  no limit",
         "acquires   1,200 hits, 3 late, 1 miss",
-        "stalled    0.50 s in all",
-        "overlap    75% of the time that bytes moved, nobody waited",
+        "stalled    0.50 s in total",
+        "overlap    75% of transfer time hidden",
         "DISK>HOST  3.0 MiB at 1.5 MiB/s",
     ]
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_a_table_says_what_the_text_says_and_fits(width: int) -> None:
+def test_table_equals_the_text_and_fits(width: int) -> None:
     shown = drawn(stats(), width).splitlines()
     assert [re.split(r"\s{2,}", each.strip()) for each in shown] == [
-        re.split(r"\s{2,}", each.strip()) for each in text(Shown("Stats", stats())).split("\n")
+        re.split(r"\s{2,}", each.strip())
+        for each in text(Description("Stats", stats())).split("\n")
     ]
     assert max(map(len, shown)) <= width
 
@@ -77,15 +78,15 @@ def test_a_table_says_what_the_text_says_and_fits(width: int) -> None:
 def test_html_has_each_cell_of_the_text() -> None:
     shown = stats()._repr_html_()
     cells = set(re.findall(r"<(?:td|th|strong)[^>]*>([^<]*)</", shown))
-    for each in text(Shown("Stats", stats())).replace(">", "&gt;").split("\n"):
+    for each in text(Description("Stats", stats())).replace(">", "&gt;").split("\n"):
         assert set(re.split(r"\s{2,}", each.strip())) <= cells
 
 
-def test_in_html_words_are_to_the_left_and_numbers_to_the_right() -> None:
+def test_html_aligns_words_left_and_numbers_right() -> None:
     """Whatever a notebook does with tables by itself; colours are left to it."""
     shown = stats()._repr_html_()
     sides = {text: side for side, text in re.findall(r"align:(\w+);[^>]*>([^<]*)</t", shown)}
-    for told in ("tier", "HOST", "acquires", "0.50 s in all", "DISK&gt;HOST"):
+    for told in ("tier", "HOST", "acquires", "0.50 s in total", "DISK&gt;HOST"):
         assert sides[told] == "left", told
     for told in ("used", "budget", "6.0 MiB", "no limit", "75%"):
         assert sides[told] == "right", told
@@ -93,21 +94,21 @@ def test_in_html_words_are_to_the_left_and_numbers_to_the_right() -> None:
 
 
 def test_html_is_escaped() -> None:
-    shown = fragment(Shown("<script>&'\"", stats(used_bytes={"<b>": 1}, budget_bytes={})))
+    shown = fragment(Description("<script>&'\"", stats(used_bytes={"<b>": 1}, budget_bytes={})))
     assert "<script>" not in shown
     assert "<b>" not in shown
     assert "&lt;script&gt;&amp;&#x27;&quot;" in shown
 
 
-def test_nothing_steers_a_terminal_or_is_taken_for_markup() -> None:
-    look = Shown("store in [red]\x1b[31m\u202e")
+def test_report_is_free_of_control_codes_and_markup() -> None:
+    look = Description("store in [red]\x1b[31m\u202e")
     for shown in (line(look), text(look), drawn(table(look)), fragment(look)):
         assert "[red]\\x1b[31m\\u202e" in shown
 
 
-def test_numbers_that_some_stores_have_are_shown_where_they_are() -> None:
+def test_optional_figures_are_shown_where_present() -> None:
     shown = text(
-        Shown(
+        Description(
             "Stats",
             stats(
                 leased_bytes=MIB,
@@ -122,10 +123,10 @@ def test_numbers_that_some_stores_have_are_shown_where_they_are() -> None:
     )
     assert re.search(r"^service +1.0 MiB +4.0 MiB +25%$", shown, re.MULTILINE)
     assert re.search(r"^experts +10 uses, 2.0 MiB read for 8.0 MiB$", shown, re.MULTILINE)
-    assert re.search(r"^activations +1.0 MiB of 4.0 MiB kept in the store$", shown, re.MULTILINE)
-    assert re.search(r"^torch has +2.0 MiB$", shown, re.MULTILINE)
-    for name in ("service", "experts", "activations", "torch has"):
-        assert name not in text(Shown("Stats", stats()))
+    assert re.search(r"^activations +1.0 MiB of 4.0 MiB in the store$", shown, re.MULTILINE)
+    assert re.search(r"^torch reserved +2.0 MiB$", shown, re.MULTILINE)
+    for name in ("service", "experts", "activations", "torch reserved"):
+        assert name not in text(Description("Stats", stats()))
 
 
 def test_bytes_without_a_time_have_no_speed() -> None:
@@ -133,18 +134,18 @@ def test_bytes_without_a_time_have_no_speed() -> None:
     assert "/s" not in repr(stats(busy_seconds={"DISK>HOST": 0.0}))
 
 
-def test_a_budget_of_nothing_is_no_share() -> None:
+def test_budget_of_zero_has_no_percentage() -> None:
     assert "HOST 0 B of 0 B" in repr(stats(used_bytes={"HOST": 0}, budget_bytes={"HOST": 0}))
 
 
-def test_stats_tell_what_moved() -> None:
+def test_stats_count_the_bytes_moved() -> None:
     assert stats(bytes_fetched=5).moved() == {"REMOTE>DISK": 5, "DISK>HOST": 3 * MIB}
 
 
 # Without waiting ----------------------------------------------------------------------------------
 
 
-def test_a_lock_that_somebody_has_is_not_waited_for() -> None:
+def test_lock_held_by_another_thread_is_not_awaited() -> None:
     lock, taken, over = RLock(), threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -169,9 +170,9 @@ def test_a_lock_that_somebody_has_is_not_waited_for() -> None:
     assert not lock._is_owned()
 
 
-def test_a_glance_at_a_journal_is_its_summary() -> None:
+def test_journal_report_equals_its_summary() -> None:
     journal = Journal()
     journal.count("DISK>HOST", 10)
     journal.end(Span("DISK>HOST", "a", nbytes=10, start=1.0, end=3.0))
-    assert journal.glance() == journal.summary()
-    assert journal.glance().busy == {"DISK>HOST": 2.0}
+    assert journal.sample() == journal.summary()
+    assert journal.sample().busy == {"DISK>HOST": 2.0}

@@ -13,7 +13,7 @@ from pathlib import Path
 from tierstore import TierStore
 
 
-def test_traces_that_are_written_at_the_same_time_are_whole(tmp_path: Path, disk_dir: Path) -> None:
+def test_traces_written_concurrently_are_whole(tmp_path: Path, disk_dir: Path) -> None:
     path, errors = tmp_path / "t.json", []
 
     def write(store: TierStore) -> None:
@@ -34,7 +34,7 @@ def test_traces_that_are_written_at_the_same_time_are_whole(tmp_path: Path, disk
     assert os.listdir(tmp_path) == ["t.json"] or set(os.listdir(tmp_path)) == {"t.json", "store"}
 
 
-def test_a_trace_goes_to_where_a_link_leads_and_into_a_pipe(tmp_path: Path, disk_dir: Path) -> None:
+def test_trace_follows_links_and_writes_into_pipes(tmp_path: Path, disk_dir: Path) -> None:
     link, pipe = tmp_path / "link.json", tmp_path / "pipe"
     link.symlink_to(tmp_path / "target.json")
     os.mkfifo(pipe)

@@ -1,7 +1,7 @@
-"""What the operations are made of: loading a model, offloading it, and computing with it.
+"""Building blocks of operations: load a model, offload it, and compute with it.
 
-The same calls are made twice: where `share` is none the model is an ordinary one on the device, and
-otherwise it is on a store whose budgets are that share of its weights.
+The same calls are made twice: without a `share` the model is an ordinary one on the device; with
+one it is on a store whose budgets are that share of its weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tierstore import TierStore, disable_offload, dispatch_model, enable_group_o
 
 
 class Actions:
-    """What one operation does, once. Tensors that it computes are in `outputs`."""
+    """One run of an operation. The tensors that it computes are in `outputs`."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Actions:
         """Bytes that were read for each of them."""
         self._share = share
         self.checkpoint = checkpoint
-        """`checkpoint(kind)`: a directory of `tests.pipelines` or `parts`. Nobody may change it."""
+        """Return `checkpoint(kind)`: a read-only directory of `tests.pipelines` or `parts`."""
         self._latest: Callable[[], torch.Tensor] | None = None
         self._store: TierStore | None = None
         self._handle: Any = None
@@ -96,7 +96,7 @@ class Actions:
 
     @property
     def device_of_an_ordinary_model(self) -> str:
-        """Where its inputs belong: for an offloaded model, that is the CPU as well."""
+        """Return the device of its inputs. An offloaded model accepts the CPU as well."""
         return self.device if self._share is None else "cpu"
 
     def run(self, kind: str, pipe: Any, **arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""What else diffusers pipelines are extended with: image prompts, words, ControlNets, refiners."""
+"""Further extensions of diffusers pipelines: image prompts, words, ControlNets, refiners."""
 
 from __future__ import annotations
 

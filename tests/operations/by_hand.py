@@ -1,4 +1,4 @@
-"""What users write themselves: calls of components, loops, hooks, and changes of weights."""
+"""User code around a pipeline: calls of components, loops, hooks, and changes of weights."""
 
 from __future__ import annotations
 

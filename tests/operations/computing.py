@@ -1,4 +1,4 @@
-"""How a pipeline computes: attention, guidance, tiles, modes of torch, callbacks, schedulers."""
+"""Ways to compute: attention, guidance, tiling, modes of torch, callbacks, schedulers."""
 
 from __future__ import annotations
 

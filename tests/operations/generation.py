@@ -34,7 +34,7 @@ def dispatched(actions: Actions) -> Any:
 
 
 def generated(model: Any, tokens: torch.Tensor, arguments: dict[str, Any]) -> Any:
-    """What a model writes, with a mask and a length where `arguments` have none."""
+    """Return generated text; adds a mask and a length where `arguments` have none."""
     torch.manual_seed(5)
     return model.generate(
         tokens,

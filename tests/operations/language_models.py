@@ -1,4 +1,4 @@
-"""What users do with a transformers model as a whole, and PEFT on it."""
+"""Operations on a whole transformers model, and PEFT on it."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def to_the_cpu(actions: Actions) -> None:
 
 @LANGUAGE_MODELS.row(
     "`model.to(device)`, `model.cuda()`",
-    refusal=Refusal(RuntimeError, "come to .* by themselves", "leave it out"),
+    refusal=Refusal(RuntimeError, "cannot be moved to", "leave it out"),
     devices=(ACCELERATOR,),
 )
 def to_the_device(actions: Actions) -> None:

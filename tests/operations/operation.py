@@ -1,4 +1,4 @@
-"""What users do with a model, one row of the documentation each."""
+"""Operations that users do with a model: one row of the documentation each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Refusal:
     says: str
     """A regular expression that the message matches."""
     advice: str
-    """What to do instead, as the documentation says it."""
+    """The alternative that the documentation gives."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Operation:
     refusal: Refusal | None
     note: str
     devices: tuple[str, ...]
-    """Where it can be done. Elsewhere an ordinary model cannot do it either."""
+    """Kinds of models with this operation. Others lack it without a store, too."""
 
     @property
     def identifier(self) -> str:

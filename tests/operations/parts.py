@@ -1,7 +1,7 @@
-"""What SDXL pipelines are extended with, as users find it on the hub: adapters and a refiner.
+"""Parts that extend SDXL pipelines, as on the hub: adapters and a refiner.
 
 `BUILDERS[kind](directory, checkpoint)` saves one for the SDXL of `tests.pipelines`, with random
-weights of the same type as there.
+weights of the same dtype.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What torch itself lets users do with any module."""
+"""Operations of torch on any module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be done while a model is offloaded, and says so."""
+"""Operations that raise while a model is offloaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARKED = Refusal(
 )
 GUARDED = Refusal(
     ValueError,
-    "on a tierstore.*leave other offloading out",
+    "in a tierstore.*do not offload it again",
     "leave it out, or `disable_offload(handle)` first",
 )
 
@@ -68,7 +68,7 @@ def cpu_offload_of_accelerate(actions: Actions) -> None:
 @REFUSED.row(
     "`dispatch_model(pipe.transformer, store)`",
     refusal=Refusal(
-        ValueError, "offloaded already, to a store", "leave it out: it is on the store already"
+        ValueError, "already offloaded to a store", "leave it out: it is on the store already"
     ),
 )
 def dispatch_a_component(actions: Actions) -> None:
@@ -80,7 +80,7 @@ def dispatch_a_component(actions: Actions) -> None:
 
 @REFUSED.row(
     '`pipe.text_encoder.to("cuda")`',
-    refusal=Refusal(RuntimeError, "cannot be moved.*Leave the move out", "leave it out"),
+    refusal=Refusal(RuntimeError, "cannot be moved.*Do not move it", "leave it out"),
     devices=(ACCELERATOR,),
 )
 def move_a_text_encoder(actions: Actions) -> None:

@@ -72,7 +72,7 @@ def state_meanwhile(actions: Actions) -> None:
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """What workers of a DataLoader read."""
+    """The data set that workers of a DataLoader read."""
 
     def __len__(self) -> int:
         return 6
@@ -124,7 +124,7 @@ def prepared_without_placement(actions: Actions) -> None:
 
 
 ON_A_STORE = Refusal(
-    ValueError, "is on a tierstore", "leave it out, or `disable_offload(model)` first"
+    ValueError, "is in a tierstore", "leave it out, or `disable_offload(model)` first"
 )
 
 

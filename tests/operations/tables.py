@@ -17,7 +17,7 @@ from tests.operations.computing import COMPUTING
 from tests.operations.generation import GENERATION
 from tests.operations.language_models import LANGUAGE_MODELS
 from tests.operations.loras import LORAS
-from tests.operations.operation import Operation, Table
+from tests.operations.operation import Table
 from tests.operations.plain_modules import CALLING, EDITING
 from tests.operations.refused import REFUSED
 from tests.operations.sharing import SHARING
@@ -47,19 +47,32 @@ TABLES: tuple[Table, ...] = (
 OPERATIONS = [operation for table in TABLES for operation in table.operations]
 
 
-def line_of(operation: Operation) -> str:
-    refusal = operation.refusal
-    result = "the same" if refusal is None else f"{refusal.error.__name__}: {refusal.advice}"
-    if "cpu" not in operation.devices:
-        result = f"on an accelerator, {result}"
-    return f"| {operation.name} | {result} | {operation.note} |\n"
+def works(table: Table) -> str:
+    """Format the operations of a section that work, as a list."""
+    return "".join(
+        f"- {operation.name}" + (f": *{operation.note}*" if operation.note else "") + "\n"
+        for operation in table.operations
+        if operation.refusal is None
+    )
+
+
+def refused(table: Table) -> str:
+    """Format the operations of a section that are refused, as a table; empty if there are none."""
+    names: dict[str, list[str]] = {}
+    for operation in table.operations:
+        if (refusal := operation.refusal) is not None:
+            where = "" if "cpu" in operation.devices else "on an accelerator, "
+            error = f"{where}{refusal.error.__name__}: {refusal.advice}"
+            names.setdefault(error, []).append(operation.name)
+    rows = [f"| {'; '.join(same)} | {error} |\n" for error, same in names.items()]
+    head = "| refused | raises, and what to do instead |\n|---|---|\n"
+    return head + "".join(rows) if rows else ""
 
 
 def tables() -> str:
-    """All of them, as the page has them."""
+    """Format all operations, as the page has them: in each section, refused ones come last."""
     return "\n".join(
-        f"### {table.title}\n\n| operation | result | besides |\n|---|---|---|\n"
-        + "".join(map(line_of, table.operations))
+        f"### {table.title}\n\n" + "\n".join(filter(None, [works(table), refused(table)]))
         for table in TABLES
     )
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.accelerator import DEVICES
 from tests.adapters.conftest import Checkpoints, checkpoint
 from tests.operations.actions import Actions
 from tests.operations.adapters import (
@@ -22,18 +21,24 @@ from tests.operations.caches import CACHES
 from tests.operations.changes import CONVERSIONS, SAVING
 from tests.operations.loras import LORAS
 from tests.operations.operation import Operation
-from tests.operations.test_operations import Ordinary, any_checkpoint, do_and_compare, ordinary
+from tests.operations.test_operations import (
+    DEVICES,
+    Ordinary,
+    any_checkpoint,
+    do_and_compare,
+    ordinary,
+)
 from tierstore import enable_group_offload
 
 __all__ = ["any_checkpoint", "checkpoint", "ordinary"]
 
 SHARE = 0.4
 BRING_A_MODEL = {an_ip_adapter_and_a_lora, load_and_unload_an_ip_adapter}
-"""The pipeline gets a model that nobody has offloaded, and that runs where it is: on the CPU."""
+"""Give the pipeline a model that is not offloaded, and that runs on the CPU."""
 
 
 class Handles:
-    """Those of the models of one pipeline, as one."""
+    """Add up the figures of one pipeline's models."""
 
     def __init__(self, target: Any, *arguments: Any, **options: Any) -> None:
         models = [target] if isinstance(target, nn.Module) else target.components.values()
@@ -57,10 +62,12 @@ class OneByOne(Actions):
         self._offload(Handles, target, arguments)
 
 
-OPERATIONS = [
-    operation
+CASES = [
+    pytest.param(operation, device, id=f"{operation.identifier}-{device}", marks=marks)
     for table in (LORAS, ADAPTERS, CACHES, CONVERSIONS, SAVING)
     for operation in table.operations
+    for device, marks in DEVICES.items()
+    if device in operation.devices and (device == "cpu" or operation.do not in BRING_A_MODEL)
 ]
 
 
@@ -81,11 +88,9 @@ def actions_on(any_checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable
     "test_operations has the same with pipelines, test_models_offloaded_one_by_one each method",
     keep=["load_and_unload_a_lora-cpu", "load_and_unload_a_textual_inversion-cpu"],
 )
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.identifier)
-def test_an_operation_on_models_offloaded_one_by_one(
+@pytest.mark.long("test_operations has each operation on each device", keep="any device")
+@pytest.mark.parametrize(("operation", "device"), CASES)
+def test_operation_on_separately_offloaded_models_equals_torch(
     operation: Operation, device: str, ordinary: Ordinary, actions_on: Callable[..., Actions]
 ) -> None:
-    if device not in operation.devices or (device != "cpu" and operation.do in BRING_A_MODEL):
-        pytest.skip("not on this device")
     do_and_compare(operation, ordinary(operation, device), actions_on(device))

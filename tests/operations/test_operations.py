@@ -1,4 +1,4 @@
-"""What users do with an offloaded model gives, bit for bit, what it gives with an ordinary one."""
+"""Operations on an offloaded model equal those on an ordinary one, bit for bit."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def actions_on(any_checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable
 @pytest.mark.full("how much of a model stays has little to do with what is done", keep="a third")
 @pytest.mark.long("where what is done is done has little to do with it", keep="any device")
 @pytest.mark.parametrize(("operation", "device", "share"), CASES)
-def test_an_operation(
+def test_operation_equals_torch(
     operation: Operation,
     device: str,
     share: float,
@@ -159,10 +159,10 @@ def raise_after_an_edit(actions: Actions) -> None:
         (raise_after_an_edit, True, "not as it was"),
     ),
 )
-def test_the_controls(
+def test_operation_controls_fail(
     do: Do, refused: bool, noticed: str, ordinary: Ordinary, actions_on: Callable[..., Actions]
 ) -> None:
-    """What is not the same, reads nothing, is not refused, or is refused too late, fails."""
+    """The comparison fails for different output, no reads, a missing error, or a late one."""
     refusal = Refusal(ValueError, "no", "")
     right = Operation("", "", run_a_model, None, "", ("cpu",))
     wrong = Operation("", "", do, refusal if refused else None, "", ("cpu",))
@@ -172,6 +172,6 @@ def test_the_controls(
     do_and_compare(right, ordinary(right, "cpu"), actions_on("cpu", 0.4))
 
 
-def test_the_documentation_has_the_tables() -> None:
+def test_operation_tables_are_in_the_docs() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert page_with(text, tables()) == text, "run `python -m tests.operations.tables`"

@@ -1,7 +1,7 @@
-"""A planner that is told of one event at a time, by names: what tests of single events speak to.
+"""A planner that takes one event at a time, by name, for tests of single events.
 
-It makes events of its arguments, gives each the time `clock` says, and keeps the instructions that
-follow until somebody asks for them. A name stands for the first generation of a group.
+It makes events from its arguments, stamps each with the time of `clock`, and collects the resulting
+instructions until `instructions` returns them. A name stands for the first generation of a group.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ class Driver:
 
     @property
     def table(self) -> CopyTable:
-        """What is where, for tests that look at what no question tells, or break it."""
+        """The planner's copies, for tests of its internals."""
         return self.planner.copies
 
     @property
     def requests(self) -> Requests:
-        """What is wanted, for the same tests."""
+        """The planner's requests, for the same tests."""
         return self.planner.requests
 
     @property
     def prefetcher(self) -> Prefetcher:
-        """What is foreseen, for the same tests."""
+        """The planner's expectations, for the same tests."""
         return self.planner.prefetcher
 
     def record(self, name: Name) -> GroupRecord:
-        """What the planner believes of a group."""
+        """Return the planner's entry of a group."""
         return self.table.groups[group_of(name)]
 
     def handle(self, event: events.Event) -> None:
         self._instructions += self.planner.handle(event, self.clock())
 
     def instructions(self) -> list[Instruction]:
-        """What to do, in this order, since the last call. Groups that have names go by them."""
+        """Return the instructions since the last call, in order. Groups go by name, if any."""
         found, self._instructions = self._instructions, []
         return [self._named(instruction) for instruction in found]
 

@@ -1,4 +1,4 @@
-"""A planner whose steps are told in words, and which gives copies up in a known order."""
+"""A planner with steps as text, which evicts in a known order."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ def told(planner: Driver) -> list[str]:
 
 def put(planner: Driver, key: str, nbytes: int) -> None:
     """It is in host memory only."""
-    planner.claim(key, nbytes, use_order=UseOrder.ANNOUNCED)
+    planner.claim(key, nbytes, use_order=UseOrder.PREFETCHED)
     assert told(planner)[-1] == f"{key} gets room on HOST"
     planner.fill(key)
 
 
 def register(planner: Driver, key: str, nbytes: int, *, backing: bool = True) -> None:
-    planner.register(key, nbytes, backing=backing, use_order=UseOrder.ANNOUNCED)
+    planner.register(key, nbytes, backing=backing, use_order=UseOrder.PREFETCHED)
 
 
 def bring(planner: Driver, key: str, nbytes: int, *, backing: bool = True) -> None:
-    """It is on disk and in host memory, and nobody wants it."""
+    """Put it on disk and into host memory, without a demand."""
     register(planner, key, nbytes, backing=backing)
     planner.demand_on_host(key, HostAccess.READ)
     assert told(planner)[-1] == f"{key}: DISK to HOST!"
@@ -92,7 +92,7 @@ def change(planner: Driver, key: str, nbytes: int) -> None:
 
 
 def lend(planner: Driver, key: str, nbytes: int) -> None:
-    """It is lent, and nobody demands it any more."""
+    """Lease it, without a further demand."""
     bring(planner, key, nbytes)
     planner.demand(key)
     if planner.top is DEVICE:

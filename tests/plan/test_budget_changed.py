@@ -1,4 +1,4 @@
-"""The budget of the fastest tier may change: every promise holds at once, and nobody is stuck."""
+"""The fastest tier's budget may change: every promise holds at once, and no request is stuck."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def resize(world: World, nbytes: int, seen: Counter[str]) -> None:
 
 
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
-def test_every_promise_holds_in_random_histories(policy: str) -> None:
+def test_budget_change_in_random_histories_keeps_every_promise(policy: str) -> None:
     seen: Counter[str] = Counter()
     for seed in range(HISTORIES):
         history = Resizing(seed, policy)
@@ -92,7 +92,7 @@ def on_device(world: World, keys: list[GroupId]) -> int:
     return sum(Tier.DEVICE in world.planner.residence(key) for key in keys)
 
 
-def test_more_stay_where_there_is_more_room() -> None:
+def test_budget_raised_keeps_more_copies() -> None:
     world, keys = filled(10, 12)
     assert on_device(world, keys) == 3
     resize(world, 40, Counter())
@@ -101,7 +101,7 @@ def test_more_stay_where_there_is_more_room() -> None:
     assert on_device(world, keys) == 10
 
 
-def test_what_is_leased_stays_where_there_is_less() -> None:
+def test_budget_lowered_keeps_leased_groups() -> None:
     world, keys = filled(3, 12)
     leases = [world.demand(key, Access.READ) for key in keys[:2]]
     for waiter in leases:

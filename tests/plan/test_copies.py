@@ -10,14 +10,14 @@ from tierstore.model.tiers import UseOrder
 from tierstore.plan.schedule import LearnedOrder
 
 
-def test_a_new_planner_holds_nothing_and_has_nothing_to_do() -> None:
+def test_planner_new_holds_nothing_and_plans_nothing() -> None:
     planner = planner_of(10, 10, 10)
     assert planner.used == planner.peak == {DEVICE: 0, HOST: 0, DISK: 0}
     assert planner.idle()
     assert told(planner) == []
 
 
-def test_largest_in_memory_leaves_out_groups_on_disk() -> None:
+def test_largest_in_memory_excludes_groups_on_disk() -> None:
     planner = planner_of(20)
     assert planner.table.largest_in_memory() == 0
     put(planner, "a", 5)
@@ -30,7 +30,7 @@ def test_largest_in_memory_leaves_out_groups_on_disk() -> None:
     assert planner.table.largest_in_memory() == 0
 
 
-def test_the_peak_is_the_most_that_was_ever_there() -> None:
+def test_peak_is_the_most_bytes_held_at_once() -> None:
     planner = planner_of(10)
     put(planner, "a", 5)
     put(planner, "b", 3)
@@ -42,7 +42,7 @@ def test_the_peak_is_the_most_that_was_ever_there() -> None:
     assert planner.peak[HOST] == 9
 
 
-def test_a_hop_is_as_fast_as_what_came_over_it() -> None:
+def test_hop_speed_follows_copies_over_it() -> None:
     now = 10.0
     planner = driver_of({HOST: 100, DISK: None}, ByName(), LearnedOrder(), lambda: now)
 
@@ -66,7 +66,7 @@ def test_a_hop_is_as_fast_as_what_came_over_it() -> None:
     assert bandwidth() == pytest.approx((0.8 * 8 + 6) / (0.8 * 4 + 2)), "it began at 20"
 
 
-def test_a_hop_whose_copies_are_only_queued_is_as_fast_as_it_is_said_to_be() -> None:
+def test_hop_speed_with_queued_copies_is_the_assumed_one() -> None:
     now = 10.0
     planner = driver_of({DEVICE: 100, HOST: 100, DISK: None}, ByName(), LearnedOrder(), lambda: now)
     hop = planner.prefetcher.hops[HOST, DEVICE]
@@ -81,7 +81,7 @@ def test_a_hop_whose_copies_are_only_queued_is_as_fast_as_it_is_said_to_be() -> 
     assert hop.bandwidth == pytest.approx((0.8 * 8 + 8) / (0.8 * 2 + 4))
 
 
-def test_a_use_that_a_device_tells_of_is_one_of_a_group_that_is_known() -> None:
+def test_device_use_of_unknown_group_is_ignored() -> None:
     planner = driver_of({HOST: 100, DISK: None}, ByName(), LearnedOrder(), timed_by_device=True)
     for key in "ab":
         put(planner, key, 8)
@@ -93,7 +93,7 @@ def test_a_use_that_a_device_tells_of_is_one_of_a_group_that_is_known() -> None:
 
 
 @pytest.mark.parametrize("fails", [True, False])
-def test_a_copy_that_is_over_is_not_ending_any_more(fails: bool) -> None:
+def test_copy_finished_is_no_longer_ending(fails: bool) -> None:
     planner = planner_of(10)
     register(planner, "a", 5)
     planner.demand("a")
@@ -107,13 +107,13 @@ def test_a_copy_that_is_over_is_not_ending_any_more(fails: bool) -> None:
     assert (hop.copies, hop.nbytes, hop.ending) == (0, 0, 0)
 
 
-def test_a_copy_is_in_use_until_the_last_transfer_that_reads_it_is_over() -> None:
+def test_copy_read_by_transfers_is_in_use_until_the_last_ends() -> None:
     planner = planner_of(5, 5)
     put(planner, "a", 5)
     planner.save("a")
     planner.demand("a")
     assert told(planner) == ["a: HOST to DISK!", "a: HOST to DEVICE!"]
-    planner.claim("b", 5, use_order=UseOrder.ANNOUNCED)
+    planner.claim("b", 5, use_order=UseOrder.PREFETCHED)
     planner.arrive("a", HOST, DISK)
     assert told(planner) == [], "one more reads it"
     planner.arrive("a", HOST, DEVICE)

@@ -1,4 +1,4 @@
-"""What leaves the fastest tier when its memory is wanted by others."""
+"""Copies leave the fastest tier when other users want its memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tierstore.model.events import DeviceVacated
 from tierstore.model.tiers import Access
 
 
-def test_what_nobody_uses_leaves_and_comes_back_when_it_is_wanted() -> None:
+def test_vacated_device_unused_copies_leave_and_return_on_demand() -> None:
     planner = planner_of(100, 50)
     lend(planner, "lent", 5)
     for key in "ab":
@@ -37,7 +37,7 @@ def test_what_nobody_uses_leaves_and_comes_back_when_it_is_wanted() -> None:
     assert told(planner) == ["a: HOST to DEVICE!"]
 
 
-def test_the_only_copy_stays() -> None:
+def test_vacated_device_only_copy_stays() -> None:
     planner = planner_of(100, 50)
     change(planner, "a", 10)
     planner.release("a", Access.UPDATE)
@@ -46,7 +46,7 @@ def test_the_only_copy_stays() -> None:
     assert told(planner) == []
 
 
-def test_what_somebody_waits_for_stays() -> None:
+def test_vacated_device_demanded_copy_stays() -> None:
     planner = planner_of(100, 50)
     raise_up(planner, "a", 10)
     planner.vacate()
@@ -54,7 +54,7 @@ def test_what_somebody_waits_for_stays() -> None:
     assert planner.lease("a", Access.READ)
 
 
-def test_nothing_is_fetched_early_into_the_room_before_the_next_use() -> None:
+def test_vacated_device_prefetches_nothing_before_next_use() -> None:
     planner = planner_of(100, 20)
     lend(planner, "a", 12)
     raise_up(planner, "b", 4)
@@ -71,7 +71,7 @@ def test_nothing_is_fetched_early_into_the_room_before_the_next_use() -> None:
 
 
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
-def test_every_promise_holds_in_random_histories(policy: str) -> None:
+def test_vacating_in_random_histories_keeps_every_promise(policy: str) -> None:
     vacated = 0
     for seed in range(by_lane(30, 300, 3000)):
         history = History(seed, policy)

@@ -28,7 +28,7 @@ MUCH = 1000
 SCENES = 100
 
 
-# Who goes ----------------------------------------------------------------------------------------
+# Victims -----------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -97,10 +97,13 @@ def free_on(planner: Driver, tier: Tier) -> int:
 
 
 def expected_of_a_need(planner: Driver, things: list[Thing], nbytes: int) -> list[str]:
-    """Worked out from what is promised: those go in order, but late what should be kept, and last
-    what somebody waits for. None goes unless all is there then, with what leaves already. What is
-    on disk is dropped at once; the others are saved, if what leaves is not enough. If the disk has
-    no room for one of them, it stays, and others are chosen."""
+    """Return the victims that the promises require.
+
+    Candidates go in order, sticky ones late, and demanded ones last. None goes unless everything
+    fits afterwards, with the copies that already leave. A copy that is on disk is dropped at once;
+    the others are saved, if the space being freed is not enough. If the disk has no space for one
+    of them, it stays, and others are chosen.
+    """
     room, disk = free_on(planner, HOST), free_on(planner, DISK)
     leaving = sum(thing.nbytes for thing in things if thing.kind == "leaving")
     may_go = [thing for thing in things if thing.kind in MAY_GO]
@@ -134,7 +137,7 @@ def first_of(things: list[Thing], nbytes: int) -> list[Thing]:
 
 
 @pytest.mark.parametrize("tiers", [2, 3])
-def test_a_need_gets_its_room_from_whom_it_should(tiers: int) -> None:
+def test_demand_evicts_the_right_victims(tiers: int) -> None:
     seen: set[str] = set()
     kinds = [*BOTH, "leaving"] if tiers == 2 else [*BOTH, "rising", "risen"]
     for seed in range(SCENES):
@@ -142,14 +145,14 @@ def test_a_need_gets_its_room_from_whom_it_should(tiers: int) -> None:
         planner, things = scene(rng, tiers, kinds)
         nbytes = rng.randint(1, planner.budgets[HOST] or 1)
         expected = expected_of_a_need(planner, things, nbytes)
-        planner.claim("z", nbytes, use_order=UseOrder.ANNOUNCED)
+        planner.claim("z", nbytes, use_order=UseOrder.PREFETCHED)
         assert told(planner) == expected, (seed, nbytes, things)
         seen.update(word.split(maxsplit=1)[1] for word in expected)
     assert seen == {"leaves HOST", "HOST to DISK!", "gets room on HOST"}
 
 
 @pytest.mark.parametrize("tiers", [2, 3])
-def test_a_hope_gets_its_room_from_what_is_on_disk_or_not_at_all(tiers: int) -> None:
+def test_prefetch_evicts_copies_on_disk_or_nothing(tiers: int) -> None:
     met = 0
     kinds = [*BOTH, "leaving"] if tiers == 2 else [*BOTH, "risen"]
     for seed in range(SCENES):
@@ -170,18 +173,18 @@ def test_a_hope_gets_its_room_from_what_is_on_disk_or_not_at_all(tiers: int) -> 
     assert met > SCENES // 10
 
 
-def test_what_cannot_be_saved_does_not_keep_others_from_going() -> None:
+def test_copy_that_cannot_be_saved_leaves_others_evictable() -> None:
     """The disk is full: what only host memory has must stay, and something else may go."""
     planner = planner_of(10, disk=5)
     register(planner, "fills the disk", 5, backing=False)
     put(planner, "a", 6)
     bring(planner, "b", 4)
-    planner.claim("c", 4, use_order=UseOrder.ANNOUNCED)
+    planner.claim("c", 4, use_order=UseOrder.PREFETCHED)
     assert told(planner) == ["b leaves HOST", "c gets room on HOST"]
     assert planner.error_of("c") is None
 
 
-def test_nor_on_the_device_while_host_memory_is_held_for_good() -> None:
+def test_device_evicts_while_host_memory_is_held_for_good() -> None:
     planner = planner_of(10, 10)
     change(planner, "a", 6)
     planner.release("a", Access.UPDATE)
@@ -195,8 +198,8 @@ def test_nor_on_the_device_while_host_memory_is_held_for_good() -> None:
 
 
 @pytest.mark.parametrize("device", [None, 20])
-def test_a_copy_may_take_room_that_was_already_set_aside_for_it(device: int | None) -> None:
-    """Who renews a group wants room only; who demands it wants the old bytes there."""
+def test_copy_may_take_space_already_reserved_for_it(device: int | None) -> None:
+    """A renewal wants space only; a demand wants the old bytes there."""
     planner = planner_of(5, device)
     register(planner, "a", 5)
     planner.demand_on_host("a", HostAccess.RENEW)
@@ -206,7 +209,7 @@ def test_a_copy_may_take_room_that_was_already_set_aside_for_it(device: int | No
     assert planner.used[HOST] == 5
 
 
-def test_what_is_put_away_takes_room_that_was_already_set_aside_for_it() -> None:
+def test_offload_takes_space_already_reserved_for_it() -> None:
     planner = planner_of(5, 5)
     change(planner, "a", 5)
     planner.demand_on_host("a", HostAccess.RENEW)
@@ -219,12 +222,12 @@ def test_what_is_put_away_takes_room_that_was_already_set_aside_for_it() -> None
 
 
 @pytest.mark.parametrize("first", [2, 3])
-def test_no_more_goes_than_must_to_the_last_byte(first: int) -> None:
+def test_eviction_frees_no_byte_more_than_needed(first: int) -> None:
     """Three bytes are missing: three are enough, two are not."""
     planner = planner_of(10)
     bring(planner, "a", first)
     bring(planner, "b", 4 - first)
     hold(planner, "held", 6)
-    planner.claim("c", 3, use_order=UseOrder.ANNOUNCED)
+    planner.claim("c", 3, use_order=UseOrder.PREFETCHED)
     gone = ["a leaves HOST"] if first == 3 else ["a leaves HOST", "b leaves HOST"]
     assert told(planner) == [*gone, "c gets room on HOST"]

@@ -1,5 +1,7 @@
-"""A persistent tier below the disk: what is there comes up hop by hop, and what the disk has no
-room for goes there."""
+"""A persistent tier below the disk.
+
+Its groups move up hop by hop, and groups for which the disk has no space move there.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def four_tiers(*, host: int = 20, disk: int | None = 20, remote: int | None = No
 def register(
     planner: Driver, name: str, nbytes: int, tier: Tier = REMOTE, *, backing: bool = True
 ) -> None:
-    planner.register(name, nbytes, backing=backing, use_order=UseOrder.ANNOUNCED, tier=tier)
+    planner.register(name, nbytes, backing=backing, use_order=UseOrder.PREFETCHED, tier=tier)
 
 
 def fetch_to_disk(planner: Driver, name: str) -> None:
@@ -35,7 +37,7 @@ def fetch_to_disk(planner: Driver, name: str) -> None:
 # Up ----------------------------------------------------------------------------------------------
 
 
-def test_what_is_demanded_comes_up_hop_by_hop() -> None:
+def test_demand_moves_up_hop_by_hop() -> None:
     planner = four_tiers()
     register(planner, "a", 5)
     assert planner.residence("a") == (REMOTE,) and planner.saved("a") and planner.backed("a")
@@ -52,7 +54,7 @@ def test_what_is_demanded_comes_up_hop_by_hop() -> None:
     assert planner.used == {DEVICE: 5, HOST: 5, DISK: 5, REMOTE: 0}
 
 
-def test_who_wants_it_in_host_memory_gets_it_over_the_disk() -> None:
+def test_demand_for_host_memory_passes_through_the_disk() -> None:
     planner = four_tiers()
     register(planner, "a", 5)
     planner.demand_on_host("a", HostAccess.UPDATE)
@@ -65,7 +67,7 @@ def test_who_wants_it_in_host_memory_gets_it_over_the_disk() -> None:
     assert not planner.saved("a") and not planner.backed("a")
 
 
-def test_new_values_need_nothing_from_below() -> None:
+def test_put_needs_nothing_from_lower_tiers() -> None:
     planner = four_tiers()
     register(planner, "a", 5)
     planner.demand_on_host("a", HostAccess.RENEW)
@@ -82,7 +84,7 @@ def test_new_values_need_nothing_from_below() -> None:
         (None, [(REMOTE, DISK), (DISK, HOST), (HOST, DEVICE)]),
     ],
 )
-def test_a_hope_comes_up_no_further_than_it_was_hoped_for(
+def test_prefetch_rises_no_higher_than_asked(
     highest: Tier | None, hops: list[tuple[Tier, Tier]]
 ) -> None:
     planner = four_tiers()
@@ -94,7 +96,7 @@ def test_a_hope_comes_up_no_further_than_it_was_hoped_for(
     assert told(planner) == []
 
 
-def test_a_hop_that_fails_is_told_and_is_tried_again_by_who_asks_again() -> None:
+def test_hop_failure_is_reported_and_retried_on_new_demand() -> None:
     planner = four_tiers()
     register(planner, "a", 5)
     planner.demand("a")
@@ -108,11 +110,11 @@ def test_a_hop_that_fails_is_told_and_is_tried_again_by_who_asks_again() -> None
     assert told(planner) == ["a: REMOTE to DISK!"]
 
 
-# What fits ---------------------------------------------------------------------------------------
+# Sizes -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("want", ["demand", "demand_on_host"])
-def test_what_has_to_pass_through_the_disk_must_fit_there(want: str) -> None:
+def test_group_above_disk_budget_cannot_pass_through_disk(want: str) -> None:
     planner = four_tiers(disk=5)
     register(planner, "a", 6)
     with pytest.raises(BudgetError, match="raise disk_budget to at least 6 bytes") as caught:
@@ -124,7 +126,7 @@ def test_what_has_to_pass_through_the_disk_must_fit_there(want: str) -> None:
 
 
 @pytest.mark.parametrize("ahead", [True, False])
-def test_what_is_on_the_disk_in_a_file_of_the_users_need_not_fit_there(ahead: bool) -> None:
+def test_checkpoint_on_disk_needs_no_disk_budget(ahead: bool) -> None:
     planner = four_tiers(disk=5)
     register(planner, "a", 6, DISK)
     if ahead:
@@ -135,7 +137,7 @@ def test_what_is_on_the_disk_in_a_file_of_the_users_need_not_fit_there(ahead: bo
     assert planner.used[DISK] == 0
 
 
-def test_nor_need_what_is_only_in_memory() -> None:
+def test_group_only_in_memory_needs_no_disk_budget() -> None:
     planner = four_tiers(disk=5)
     put(planner, "a", 6)
     planner.demand("a")
@@ -145,7 +147,7 @@ def test_nor_need_what_is_only_in_memory() -> None:
 # Down --------------------------------------------------------------------------------------------
 
 
-def test_a_group_is_saved_once_it_is_on_the_disk() -> None:
+def test_save_is_done_once_the_group_is_on_disk() -> None:
     planner = four_tiers()
     put(planner, "a", 5)
     planner.save("a")
@@ -157,7 +159,7 @@ def test_a_group_is_saved_once_it_is_on_the_disk() -> None:
     assert planner.residence("a") == (HOST, DISK)
 
 
-def test_the_disk_drops_what_is_below_it_and_saves_there_what_is_not() -> None:
+def test_disk_drops_copies_below_it_and_saves_others() -> None:
     planner = four_tiers(disk=10)
     register(planner, "a", 5)
     fetch_to_disk(planner, "a")
@@ -178,7 +180,7 @@ def test_the_disk_drops_what_is_below_it_and_saves_there_what_is_not() -> None:
     assert planner.peak[DISK] == 10
 
 
-def test_a_file_of_the_users_stays_on_the_disk() -> None:
+def test_checkpoint_file_stays_on_disk() -> None:
     planner = four_tiers(disk=5)
     register(planner, "a", 5, DISK)
     put(planner, "b", 5)
@@ -191,7 +193,7 @@ def test_a_file_of_the_users_stays_on_the_disk() -> None:
     assert told(planner) == ["b: DISK to REMOTE!"], "a takes no room that it could give"
 
 
-def test_a_hope_takes_room_on_the_disk_only_from_what_is_below_it() -> None:
+def test_prefetch_takes_disk_space_only_from_backed_copies() -> None:
     for backing, words in ((True, ["a leaves DISK", "b: REMOTE to DISK"]), (False, [])):
         planner = four_tiers(disk=20)
         register(planner, "c", 15, DISK, backing=False)
@@ -206,7 +208,7 @@ def test_a_hope_takes_room_on_the_disk_only_from_what_is_below_it() -> None:
         assert told(planner) == words
 
 
-def test_who_finds_all_tiers_full_is_told_so() -> None:
+def test_demand_with_all_tiers_full_raises() -> None:
     planner = four_tiers(disk=5, remote=4)
     register(planner, "a", 5, DISK, backing=False)
     put(planner, "b", 5)
@@ -216,7 +218,7 @@ def test_who_finds_all_tiers_full_is_told_so() -> None:
     assert (error.tier, error.budget, error.nbytes) == ("DISK", 5, 5)
 
 
-def test_memory_that_is_released_leaves_every_persistent_copy() -> None:
+def test_memory_release_leaves_every_persistent_copy() -> None:
     planner = four_tiers()
     register(planner, "a", 5)
     planner.demand("a")
@@ -229,7 +231,7 @@ def test_memory_that_is_released_leaves_every_persistent_copy() -> None:
     assert planner.residence("a") == (DISK, REMOTE)
 
 
-def test_what_is_discarded_leaves_every_tier() -> None:
+def test_discard_leaves_every_tier() -> None:
     planner = four_tiers()
     register(planner, "a", 5, backing=False)
     fetch_to_disk(planner, "a")
@@ -243,12 +245,12 @@ def test_what_is_discarded_leaves_every_tier() -> None:
 
 
 @pytest.mark.parametrize("tiers", [(), (HOST,), (DISK,), (DISK, REMOTE), (DEVICE, HOST)])
-def test_there_must_be_memory_above_something_persistent(tiers: tuple[Tier, ...]) -> None:
-    with pytest.raises(ValueError, match="no memory above something persistent"):
+def test_tiers_without_memory_above_storage_raise(tiers: tuple[Tier, ...]) -> None:
+    with pytest.raises(ValueError, match="memory above a persistent tier"):
         driver_of(dict.fromkeys(tiers, None), ByName(), LearnedOrder())
 
 
-def test_one_tier_of_memory_and_one_below_are_enough() -> None:
+def test_one_memory_tier_above_one_disk_suffices() -> None:
     planner = driver_of({HOST: 10, REMOTE: None}, ByName(), LearnedOrder())
     assert planner.top is planner.host is HOST
     assert planner.tiers == (HOST, REMOTE)

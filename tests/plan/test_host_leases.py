@@ -57,7 +57,7 @@ def hold(planner: Driver, key: str, purpose: HostAccess = HostAccess.READ) -> No
 
 
 @pytest.mark.parametrize("budgets", [TWO, THREE | {Tier.DEVICE: 30}])
-def test_what_never_fits_host_memory_is_refused_with_advice(budgets: Budgets) -> None:
+def test_host_lease_above_budget_raises_with_advice(budgets: Budgets) -> None:
     planner, _ = with_planner(budgets, a=21)
     with pytest.raises(BudgetError, match="raise ram_budget to at least 21 bytes") as caught:
         planner.demand_on_host("a", HostAccess.READ)
@@ -66,7 +66,7 @@ def test_what_never_fits_host_memory_is_refused_with_advice(budgets: Budgets) ->
     assert planner.instructions() == []
 
 
-def test_of_the_device_the_advice_is_another() -> None:
+def test_device_lease_above_budget_gives_other_advice() -> None:
     planner, _ = with_planner({Tier.DEVICE: 20, Tier.HOST: None, Tier.DISK: None}, a=21)
     with pytest.raises(BudgetError, match="raise device_budget to at least 21 bytes"):
         planner.demand("a")
@@ -75,14 +75,14 @@ def test_of_the_device_the_advice_is_another() -> None:
 
 
 @BOTH
-def test_what_just_fits_is_fetched(budgets: Budgets) -> None:
+def test_host_lease_that_just_fits_is_fetched(budgets: Budgets) -> None:
     planner, _ = with_planner(budgets, a=20)
     planner.demand_on_host("a", HostAccess.READ)
     assert planner.instructions() == [Copy("a", 20, Tier.DISK, Tier.HOST, urgent=True)]
 
 
 @BOTH
-def test_several_who_want_to_look_hold_one_after_the_other(budgets: Budgets) -> None:
+def test_host_leases_to_read_are_granted_one_by_one(budgets: Budgets) -> None:
     world = World(budgets)
     key = world.register(5)
     first, second = (fetched(world, key, HostAccess.READ) for _ in range(2))
@@ -99,7 +99,7 @@ def test_several_who_want_to_look_hold_one_after_the_other(budgets: Budgets) -> 
 
 
 @BOTH
-def test_who_wants_it_again_may_have_it_though_it_was_to_be_put_away(budgets: Budgets) -> None:
+def test_host_lease_of_group_being_flushed_is_granted(budgets: Budgets) -> None:
     world = World(budgets)
     key = world.register(5)
     holder = held(world, key, HostAccess.READ)
@@ -112,7 +112,7 @@ def test_who_wants_it_again_may_have_it_though_it_was_to_be_put_away(budgets: Bu
     world.finish()
 
 
-def test_who_gives_up_takes_the_error_with_them() -> None:
+def test_host_lease_withdrawn_takes_its_error_along() -> None:
     world = World(TWO)
     key = world.register(5)
     fetcher = fetched(world, key, HostAccess.READ)
@@ -124,7 +124,7 @@ def test_who_gives_up_takes_the_error_with_them() -> None:
     world.finish()
 
 
-def test_who_never_wanted_to_hold_it_has_nothing_to_withdraw() -> None:
+def test_host_lease_never_requested_withdraws_nothing() -> None:
     planner, _ = with_planner(TWO, a=5)
     planner.demand("a")
     planner.fail("a", Tier.DISK, Tier.HOST, OSError())
@@ -136,7 +136,7 @@ def test_who_never_wanted_to_hold_it_has_nothing_to_withdraw() -> None:
 
 
 @BOTH
-def test_room_for_new_values_stays_while_anybody_wants_to_make_them(budgets: Budgets) -> None:
+def test_update_reservation_stays_while_an_updater_waits(budgets: Budgets) -> None:
     world = World(budgets)
     key = world.register(5)
     first, second = (fetched(world, key, HostAccess.RENEW) for _ in range(2))
@@ -148,7 +148,7 @@ def test_room_for_new_values_stays_while_anybody_wants_to_make_them(budgets: Bud
 
 
 @BOTH
-def test_once_only_others_want_it_the_old_values_come(budgets: Budgets) -> None:
+def test_reservation_with_only_readers_left_loads_old_values(budgets: Budgets) -> None:
     world = World(budgets)
     key = world.register(5)
     renewing, looking = fetched(world, key, HostAccess.RENEW), fetched(world, key, HostAccess.READ)
@@ -160,7 +160,7 @@ def test_once_only_others_want_it_the_old_values_come(budgets: Budgets) -> None:
     world.finish()
 
 
-def test_who_leaves_gives_up_no_copy_that_is_there_or_coming() -> None:
+def test_host_lease_withdrawn_drops_no_copy() -> None:
     world = World(TWO)
     key = world.register(5)
     looking = fetched(world, key, HostAccess.READ)
@@ -173,7 +173,7 @@ def test_who_leaves_gives_up_no_copy_that_is_there_or_coming() -> None:
 
 
 @BOTH
-def test_room_for_new_values_is_reserved_and_counts_as_a_copy(budgets: Budgets) -> None:
+def test_update_reservation_is_counted_as_a_copy(budgets: Budgets) -> None:
     planner, _ = with_planner(budgets, policy="lru", a=5)
     planner.demand_on_host("a", HostAccess.RENEW)
     assert planner.instructions() == [], "they who make them may be waiting for somebody"
@@ -190,7 +190,7 @@ def test_room_for_new_values_is_reserved_and_counts_as_a_copy(budgets: Budgets) 
 # Holding -----------------------------------------------------------------------------------------
 
 
-def test_what_is_lent_moves_or_is_not_there_is_not_held() -> None:
+def test_leased_moving_or_absent_group_is_not_host_leased() -> None:
     planner, _ = with_planner(THREE, a=5)
     assert not planner.lease_on_host("a", HostAccess.READ), "it is not there"
     planner.demand("a")
@@ -207,7 +207,7 @@ def test_what_is_lent_moves_or_is_not_there_is_not_held() -> None:
 
 
 @pytest.mark.parametrize("purpose", HostAccess)
-def test_only_who_looks_leaves_the_other_copies_valid(purpose: HostAccess) -> None:
+def test_read_host_lease_keeps_other_copies_valid(purpose: HostAccess) -> None:
     planner, _ = with_planner(THREE, a=5)
     hold(planner, "a", purpose)
     looks = purpose is HostAccess.READ
@@ -221,7 +221,7 @@ def test_only_who_looks_leaves_the_other_copies_valid(purpose: HostAccess) -> No
 @pytest.mark.parametrize(
     ("purpose", "waits"), [(HostAccess.UPDATE, True), (HostAccess.PERMANENT, False)]
 )
-def test_nobody_waits_for_what_is_held_for_good(purpose: HostAccess, waits: bool) -> None:
+def test_permanent_host_lease_makes_demand_fail_at_once(purpose: HostAccess, waits: bool) -> None:
     planner, _ = with_planner({Tier.HOST: 20, Tier.DISK: 0}, a=18)
     hold(planner, "a", purpose)
     planner.register("b", 2)
@@ -235,8 +235,8 @@ def test_nobody_waits_for_what_is_held_for_good(purpose: HostAccess, waits: bool
     assert planner.error_of("d") is not None
 
 
-def test_who_wants_what_is_held_for_good_gives_nothing_back() -> None:
-    """They will not wake up, so nobody should wait for them."""
+def test_demand_for_permanently_held_group_returns_nothing() -> None:
+    """Their threads will not wake up, so no request should wait for them."""
     planner, _ = with_planner({Tier.HOST: 20, Tier.DISK: 0}, a=18)
     hold(planner, "a", HostAccess.PERMANENT)
     planner.demand_on_host("a", HostAccess.READ)
@@ -244,7 +244,7 @@ def test_who_wants_what_is_held_for_good_gives_nothing_back() -> None:
     assert planner.error_of("c") is not None
 
 
-def test_of_what_is_held_for_good_a_copy_on_the_device_is_lent_and_comes_back() -> None:
+def test_device_copy_of_permanently_held_group_is_leased() -> None:
     planner, _ = with_planner({Tier.DEVICE: 20, Tier.HOST: 20, Tier.DISK: 0}, a=18)
     hold(planner, "a", HostAccess.PERMANENT)
     planner.demand("a")
@@ -257,7 +257,7 @@ def test_of_what_is_held_for_good_a_copy_on_the_device_is_lent_and_comes_back() 
     assert planner.error_of("c") is not None
 
 
-def test_what_is_held_is_not_given_up_for_others_until_it_is_let_go() -> None:
+def test_host_leased_group_is_not_evicted_until_released() -> None:
     planner, _ = with_planner(TWO, a=15, b=10)
     hold(planner, "a")
     planner.demand("b")
@@ -269,7 +269,7 @@ def test_what_is_held_is_not_given_up_for_others_until_it_is_let_go() -> None:
     ]
 
 
-def test_a_hope_that_had_no_room_is_pursued_again_when_something_is_let_go() -> None:
+def test_prefetch_without_space_resumes_after_release() -> None:
     planner, _ = with_planner(TWO, a=15, b=10)
     hold(planner, "a")
     planner.expect(["b"])
@@ -281,10 +281,10 @@ def test_a_hope_that_had_no_room_is_pursued_again_when_something_is_let_go() -> 
     ]
 
 
-# What is learned from it -------------------------------------------------------------------------
+# Learning ----------------------------------------------------------------------------------------
 
 
-def test_who_holds_uses() -> None:
+def test_host_lease_counts_as_a_use() -> None:
     planner, schedule = with_planner(TWO, policy="lru", a=5, b=5, c=5)
     for key in "abca":
         hold(planner, key)
@@ -294,7 +294,7 @@ def test_who_holds_uses() -> None:
     assert [schedule.steps_until(key) for key in "bca"] == [1, 2, 3], "an order like any other"
 
 
-def test_the_computing_after_a_hold_is_measured() -> None:
+def test_compute_time_after_host_lease_is_measured() -> None:
     now, schedule = [0.0], LearnedOrder()
     planner = driver_of(TWO, policy_named("lru", schedule), schedule, lambda: now[0])
     for key in "ab":
@@ -308,11 +308,11 @@ def test_the_computing_after_a_hold_is_measured() -> None:
 
 
 @pytest.mark.parametrize("is_used", [True, False])
-def test_who_holds_what_was_fetched_early_has_used_it(is_used: bool) -> None:
-    """What nobody has used yet takes half of the room at most."""
+def test_host_lease_of_prefetched_group_uses_it(is_used: bool) -> None:
+    """Prefetched, unused groups take half of the space at most."""
     planner, _ = with_planner({Tier.DEVICE: 80, Tier.HOST: 20, Tier.DISK: None})
     for key in "abc":
-        planner.register(key, 5, use_order=UseOrder.ANNOUNCED)
+        planner.register(key, 5, use_order=UseOrder.PREFETCHED)
     for key in "ab":
         planner.expect([key], Tier.HOST)
         planner.arrive(key, Tier.DISK, Tier.HOST)
@@ -326,13 +326,13 @@ def test_who_holds_what_was_fetched_early_has_used_it(is_used: bool) -> None:
     assert planner.instructions() == (expected if is_used else [])
 
 
-def test_of_what_its_caller_schedules_nothing_is_learned_and_it_is_expected_no_more() -> None:
+def test_unscheduled_group_is_neither_learned_nor_expected() -> None:
     planner, schedule = with_planner(TWO, a=5)
-    planner.register("g", 5, use_order=UseOrder.ANNOUNCED)
+    planner.register("g", 5, use_order=UseOrder.PREFETCHED)
     planner.expect(["g"])
-    assert schedule.known.foretold() == 1
+    assert schedule.known.prefetched_count() == 1
     hold(planner, "g")
-    assert schedule.known.foretold() == 0, "it has come"
+    assert schedule.known.prefetched_count() == 0, "it has come"
     planner.release_on_host("g")
     for _ in range(3):
         hold(planner, "a")
@@ -342,7 +342,7 @@ def test_of_what_its_caller_schedules_nothing_is_learned_and_it_is_expected_no_m
     assert schedule.learning, "one group after another was never seen"
 
 
-def test_after_it_is_held_the_next_is_fetched() -> None:
+def test_host_lease_prefetches_the_next_group() -> None:
     planner, _ = with_planner(TWO, a=5, b=5)
     hold(planner, "a")
     assert planner.instructions() == [Copy("b", 5, Tier.DISK, Tier.HOST, urgent=False)]
@@ -352,7 +352,7 @@ def test_after_it_is_held_the_next_is_fetched() -> None:
 
 
 @BOTH
-def test_what_is_put_away_leaves_every_tier_but_the_disk(budgets: Budgets) -> None:
+def test_flush_leaves_only_the_disk_copy(budgets: Budgets) -> None:
     world = World(budgets)
     key = world.register(5)
     waiter = world.demand(key)
@@ -366,7 +366,7 @@ def test_what_is_put_away_leaves_every_tier_but_the_disk(budgets: Budgets) -> No
 
 
 @BOTH
-def test_what_somebody_waits_for_is_not_put_away(budgets: Budgets) -> None:
+def test_flush_of_demanded_group_is_skipped(budgets: Budgets) -> None:
     world = World(budgets)
     key = world.register(5)
     fetcher, waiter = fetched(world, key, HostAccess.READ), world.demand(key)
@@ -381,7 +381,7 @@ def test_what_somebody_waits_for_is_not_put_away(budgets: Budgets) -> None:
     world.finish()
 
 
-def test_room_that_was_set_aside_for_what_is_put_away_is_free_at_once() -> None:
+def test_flush_frees_reserved_space_at_once() -> None:
     planner, _ = with_planner(THREE, a=5)
     planner.demand("a")
     assert planner.used[Tier.DEVICE] == 5
@@ -393,7 +393,7 @@ def test_room_that_was_set_aside_for_what_is_put_away_is_free_at_once() -> None:
     assert planner.used[Tier.HOST] == 0
 
 
-def test_that_room_is_given_to_who_waits_for_it() -> None:
+def test_flush_space_goes_to_a_waiter() -> None:
     planner, _ = with_planner({Tier.DEVICE: 15, Tier.HOST: 20, Tier.DISK: None}, a=11, b=9)
     planner.demand("a")
     planner.withdraw("a")
@@ -404,18 +404,18 @@ def test_that_room_is_given_to_who_waits_for_it() -> None:
     assert planner.instructions() == [Copy("b", 9, Tier.DISK, Tier.HOST, urgent=True)]
 
 
-def test_what_is_put_away_is_not_expected_any_more() -> None:
+def test_flushed_group_is_not_expected() -> None:
     planner, schedule = with_planner(TWO, a=5, b=20)
     hold(planner, "b")
     planner.expect(["a"])
-    assert schedule.known.foretold() == 1
+    assert schedule.known.prefetched_count() == 1
     planner.release_memory("a")
-    assert schedule.known.foretold() == 0
+    assert schedule.known.prefetched_count() == 0
     planner.release_on_host("b")
     assert planner.instructions() == [], "nobody hopes for it"
 
 
-def test_only_a_copy_above_the_disk_is_arriving() -> None:
+def test_arriving_counts_only_copies_above_the_disk() -> None:
     planner, _ = with_planner(THREE, a=5)
     planner.demand_on_host("a", HostAccess.READ)
     assert planner.arriving("a"), "one of its copies is there, one is on its way"

@@ -189,7 +189,7 @@ def planned(name: str) -> LoopPlan:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 @pytest.mark.parametrize("name", LOOPS)
-def test_verify_notices(name: str, mutant: Mutant) -> None:
+def test_verify_seeded_fault_raises(name: str, mutant: Mutant) -> None:
     plan = planned(name)
     verify(plan, BUDGETS)
     faulty = mutant(plan)
@@ -204,8 +204,8 @@ SINGLE = [one_arrival_less, freed_a_step_early, ring_slot_freed_early, read_not_
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_verify_notices_one_wait_that_is_too_short(level: int) -> None:
-    """Of each wait that is as short as it may be, one user less is too short."""
+def test_verify_one_wait_too_short_raises(level: int) -> None:
+    """Shorten each wait that is already minimal by one user."""
     plan = planned("plain")
     copies = plan.tiers[level].copies
     noticed = 0
@@ -223,7 +223,7 @@ def test_verify_notices_one_wait_that_is_too_short(level: int) -> None:
     assert noticed > 3
 
 
-def test_verify_notices_a_budget_that_is_too_small() -> None:
+def test_verify_budget_too_small_raises() -> None:
     """A tile less than the plan takes, on each tier."""
     plan = planned("plain")
     for tier in plan.tiers:
@@ -238,7 +238,7 @@ def test_verify_notices_a_budget_that_is_too_small() -> None:
     [one_arrival_less, event_of_the_pass_after, address_off_by_a_page],
     ids=lambda mutant: str(mutant.__name__),
 )
-def test_verify_notices_in_random_loops(mutant: Mutant) -> None:
+def test_verify_faults_in_random_loops_raise(mutant: Mutant) -> None:
     noticed = 0
     for seed in range(by_lane(15, 150)):
         case: Case = drawn(seed)

@@ -105,7 +105,7 @@ def plans(count: int) -> list[tuple[int, Case, LoopPlan]]:
     return [(seed, case, plan) for seed, case, plan in found if plan is not None]
 
 
-def test_follower_finds_every_group_in_any_interleaving() -> None:
+def test_follower_in_any_interleaving_finds_every_group() -> None:
     moved = 0
     for seed, _, plan in plans(by_lane(60, 400, 5000)):
         machine = Machine(plan, random.Random(seed))
@@ -132,7 +132,7 @@ def test_follower_reads_ahead_into_the_next_pass() -> None:
 @pytest.mark.parametrize(
     "mutant", [freed_a_step_early, one_arrival_less, read_not_awaited, ring_slot_freed_early]
 )
-def test_follower_of_a_broken_plan_is_noticed(
+def test_follower_of_a_broken_plan_reports_it(
     mutant: Callable[[LoopPlan], LoopPlan | None],
 ) -> None:
     """The control: the machine sees what a wrong plan does."""

@@ -47,7 +47,7 @@ def test_plans_of_random_loops_keep_their_promises() -> None:
     assert len(kinds) == 5, "of every kind: on two tiers or three, with and without copies"
 
 
-def test_plan_of_what_fits_moves_nothing() -> None:
+def test_plan_that_fits_moves_nothing() -> None:
     plan = planned(PAGES, with_device(144, 1))
     assert [tier.copies for tier in plan.tiers] == [(), ()]
     assert plan.top.nbytes == 144 * PAGE
@@ -60,8 +60,8 @@ def test_plan_of_a_unit_above_the_budget_is_none(pages: int) -> None:
     assert plan_loop(PAGES, with_device(pages, 200), SPEED, PAGE) is None
 
 
-def test_plan_reads_what_memory_lacks_and_a_ring() -> None:
-    """Where the disk is the limit, all memory is full but for the rings."""
+def test_plan_reads_missing_bytes_and_a_ring() -> None:
+    """When the disk is the bottleneck, all memory is full but for the rings."""
     plan = planned(PAGES, with_device(60, 40))
     rings = 2 * 12 + 4 * 2  # two units, and four tiles
     assert 44 * PAGE <= plan.bytes_read <= (44 + rings) * PAGE
@@ -76,7 +76,7 @@ def test_plan_without_a_device_reads_into_host_memory() -> None:
     assert all(copy.source is None for copy in plan.top.copies)
 
 
-def test_plan_spreads_what_is_fetched_evenly() -> None:
+def test_plan_spreads_fetches_evenly() -> None:
     """No unit fetches a group more than another does."""
     plan = planned(PAGES, with_device(84, 200))
     fetched = [0] * 12
@@ -85,7 +85,7 @@ def test_plan_spreads_what_is_fetched_evenly() -> None:
     assert max(fetched) - min(fetched) <= 1
 
 
-def test_plan_of_long_steps_fetches_for_these() -> None:
+def test_plan_of_long_steps_fetches_during_them() -> None:
     """Copies move while a step computes, so the long steps fetch the more."""
     steps = [Step(s.unit, s.groups, 0.4 if n % 2 else 0.02) for n, s in enumerate(PAGES.steps)]
     plan = planned(Loop(tuple(steps), PAGES.sizes), with_device(100, 200))
@@ -93,7 +93,7 @@ def test_plan_of_long_steps_fetches_for_these() -> None:
     assert of_long > 0.7 * len(plan.top.copies)
 
 
-def test_backward_pass_finds_what_the_forward_pass_used_last() -> None:
+def test_backward_pass_reuses_the_last_groups_of_forward() -> None:
     loop = there_and_back(PAGES)
     plan = planned(loop, with_device(40, 200))
     least = 2 * (144 - 40) * PAGE
@@ -109,14 +109,14 @@ def test_phases_that_fit_alone_read_once_each() -> None:
     assert plan.bytes_read >= (144 - 108) * PAGE
 
 
-def test_group_that_neighbours_share_is_fetched_once() -> None:
+def test_group_shared_by_neighbours_is_fetched_once() -> None:
     shared = (Step("a", (0, 1), 0.1), Step("b", (1, 2), 0.1), Step("c", (3,), 0.1))
     plan = planned(Loop(shared, (4 * PAGE,) * 4), with_device(9, 20), tile=PAGE)
     copied = [copy.group for copy in plan.top.copies]
     assert copied.count(1) in (0, 4)
 
 
-def test_group_stays_in_host_memory_as_a_whole() -> None:
+def test_group_in_host_memory_stays_whole() -> None:
     plan = planned(PAGES, with_device(60, 60), tile=PAGE)
     assert plan.tiers[1].start
     for tier in plan.tiers:
@@ -141,7 +141,7 @@ def test_rings_leave_half_of_each_budget(seconds: float) -> None:
             assert ring <= budget * PAGE // 2
 
 
-def test_group_that_may_not_be_cut_moves_as_a_whole() -> None:
+def test_group_without_tiles_moves_whole() -> None:
     loop, budgets = plain([[9]] * 8), with_device(20, 10)
     whole = set(range(0, 8, 2))
     plan = plan_loop(loop, budgets, SPEED, PAGE, whole)
@@ -153,18 +153,18 @@ def test_group_that_may_not_be_cut_moves_as_a_whole() -> None:
     assert plan_loop(loop, with_device(20, 4), SPEED, PAGE, whole) is None
 
 
-def test_speeds_are_not_needed() -> None:
+def test_plan_without_speeds_is_made() -> None:
     plan = plan_loop(PAGES, with_device(60, 40), {}, 2 * PAGE)
     assert plan is not None
     verify(plan, with_device(60, 40))
 
 
-def test_plan_is_the_same_each_time() -> None:
+def test_plan_is_deterministic() -> None:
     plans = [plan_loop(PAGES, with_device(60, 40), SPEED, PAGE) for _ in range(2)]
     assert plans[0] == plans[1]
 
 
-def test_released_copies_are_those_whose_room_is_free() -> None:
+def test_released_copies_have_free_space() -> None:
     """Copies run ahead into the next pass, and never by more than the ring."""
     plan = planned(PAGES, with_device(60, 200))
     released, count = plan.top.released, len(plan.top.copies)
@@ -189,16 +189,14 @@ def test_released_copies_are_those_whose_room_is_free() -> None:
         ([9, 1, 9, 1], 10, [0, 9, 0, 9]),
     ],
 )
-def test_ring_goes_round_in_even_rounds(
-    sizes: list[int], room: int, offsets: list[int] | None
-) -> None:
+def test_ring_turns_in_even_rounds(sizes: list[int], room: int, offsets: list[int] | None) -> None:
     assert ring_offsets(sizes, room) == offsets
 
 
 # --- the clock ------------------------------------------------------------------------------------
 
 
-def test_clock_of_a_plan_is_that_of_its_slowest_part() -> None:
+def test_plan_clock_is_that_of_its_slowest_part() -> None:
     """One unit at a time passes through the memory: reading and computing take turns."""
     loop = plain([[4]] * 3, seconds=1.0)
     plan = planned(loop, on_host(4), tile=PAGE)
@@ -207,7 +205,7 @@ def test_clock_of_a_plan_is_that_of_its_slowest_part() -> None:
     assert clock.stalled == 9.0
 
 
-def test_clock_hides_reading_behind_computing() -> None:
+def test_plan_clock_hides_reads_behind_compute() -> None:
     loop = plain([[4]] * 8, seconds=1.0)
     plan = planned(loop, on_host(24), tile=PAGE)
     assert seconds_per_pass(plan, [4.0 * PAGE]) == pytest.approx(8.0)

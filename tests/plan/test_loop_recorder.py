@@ -19,7 +19,7 @@ def recorded(steps: list[str], most: int = 100) -> LoopRecorder:
 
 
 def first_told(steps: list[str]) -> tuple[int, int]:
-    """After how many steps a period is told, and which."""
+    """Return the number of steps until a period is found, and the period."""
     recorder = LoopRecorder(100)
     for count, key in enumerate(steps, 1):
         recorder.note((key,))
@@ -28,19 +28,19 @@ def first_told(steps: list[str]) -> tuple[int, int]:
     return 0, 0
 
 
-def test_period_of_a_loop_is_told_after_two_passes() -> None:
+def test_period_is_found_after_two_passes() -> None:
     assert first_told(BLOCKS * 3) == (8, 4)
 
 
-def test_period_is_told_wherever_a_loop_begins() -> None:
+def test_period_is_found_from_any_start() -> None:
     assert first_told([*OTHER, *BLOCKS * 3]) == (len(OTHER) + 8, 4)
 
 
-def test_unit_used_twice_in_a_pass_hides_no_period() -> None:
+def test_period_with_unit_used_twice_is_found() -> None:
     assert first_told(["b0", "b1", "b0", "b2"] * 3) == (8, 4)
 
 
-def test_steps_that_do_not_repeat_have_no_period() -> None:
+def test_period_of_nonrepeating_steps_is_none() -> None:
     assert recorded(BLOCKS).period() == 0
     assert recorded([]).period() == 0
     assert recorded([*BLOCKS, "x", *BLOCKS[1:]]).period() == 0
@@ -48,7 +48,7 @@ def test_steps_that_do_not_repeat_have_no_period() -> None:
     assert recorded([str(chance.randrange(10**9)) for _ in range(200)]).period() == 0
 
 
-def test_shorter_period_that_was_left_gives_way_to_a_longer_one() -> None:
+def test_period_left_yields_to_a_longer_one() -> None:
     whole = [*ENCODER, *BLOCKS * 4]
     recorder = recorded(whole)
     assert recorder.period() == 4
@@ -59,7 +59,7 @@ def test_shorter_period_that_was_left_gives_way_to_a_longer_one() -> None:
     assert recorder.period() == len(whole)
 
 
-def test_period_that_repeats_for_longer_than_it_did_is_told_again() -> None:
+def test_period_repeated_longer_is_found_again() -> None:
     recorder = recorded(BLOCKS * 2)
     recorder.left(4, repeated=4)
     assert recorder.period() == 0
@@ -77,7 +77,7 @@ def test_steps_of_long_ago_are_forgotten() -> None:
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_period_told_is_the_shortest_that_fits(seed: int) -> None:
+def test_period_found_is_the_shortest_that_fits(seed: int) -> None:
     chance = random.Random(seed)
     steps = chance.choices("ab", k=chance.randint(1, 12)) * chance.randint(1, 4)
     fits = [p for p in range(1, len(steps) // 2 + 1) if steps[-p:] == steps[-2 * p : -p]]
@@ -93,16 +93,16 @@ def test_loop_has_each_group_once() -> None:
     assert [step.seconds for step in loop.steps] == [1.25, 0.5, 0.0]
 
 
-def test_period_has_as_many_steps_as_are_asked_for() -> None:
+def test_period_has_the_requested_number_of_steps() -> None:
     recorder = recorded([*BLOCKS, "b3"] * 2)
     assert recorder.period() == 1, "two units in one group"
     assert recorder.period(4) == 5
     assert recorder.period(6) == 0
 
 
-def test_no_period_reaches_over_steps_that_are_missing() -> None:
+def test_period_across_missing_steps_is_none() -> None:
     recorder = recorded(BLOCKS)
-    recorder.interrupted()
+    recorder.note_gap()
     for key in BLOCKS:
         recorder.note((key,))
     assert recorder.ends_with([(key,) for key in BLOCKS])
@@ -112,6 +112,6 @@ def test_no_period_reaches_over_steps_that_are_missing() -> None:
     assert recorder.period() == 4
 
 
-def test_latest_steps_of_a_period_are_told() -> None:
+def test_period_returns_its_latest_steps() -> None:
     recorder = recorded([*OTHER, *BLOCKS * 2])
     assert recorder.keys(4) == [(key,) for key in BLOCKS]

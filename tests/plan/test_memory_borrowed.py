@@ -1,4 +1,4 @@
-"""Memory that no copy takes: it is in the books, there is room for it, and nobody is stuck."""
+"""Memory outside of any copy is accounted for, gets its space, and blocks no request."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ class Borrowing(History):
     def look(self) -> None:
         if self.random.random() < 0.4:
             memory = [tier for tier in self.world.books.tiers if not tier.persistent]
-            self.borrow(self.random.choice(memory), self.random.choice(SIZES))
+            self.carve_out(self.random.choice(memory), self.random.choice(SIZES))
         super().look()
 
-    def borrow(self, tier: Tier, nbytes: int) -> None:
+    def carve_out(self, tier: Tier, nbytes: int) -> None:
         planner = self.world.planner
-        before = planner.borrowed[tier]
-        borrowed = self.world.borrow(tier, nbytes)
-        if borrowed and nbytes > before:
+        before = planner.carved_out[tier]
+        carved_out = self.world.carve_out(tier, nbytes)
+        if carved_out and nbytes > before:
             dropped = any(isinstance(told, Drop) for told in self.world.told[-1])
             self.seen["made room" if dropped else "had room"] += 1
-        self.seen["there was no room"] += not borrowed
+        self.seen["there was no room"] += not carved_out
         self.seen["gave back"] += nbytes < before
-        assert borrowed or nbytes > before, "it takes no room to give some back"
+        assert carved_out or nbytes > before, "it takes no room to give some back"
 
     def give_back(self) -> None:
-        for tier, nbytes in self.world.books.borrowed.items():
+        for tier, nbytes in self.world.books.carved_out.items():
             if nbytes:
-                self.borrow(tier, 0)
+                self.carve_out(tier, 0)
 
 
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
-def test_every_promise_holds_in_random_histories(policy: str) -> None:
+def test_memory_lease_in_random_histories_keeps_every_promise(policy: str) -> None:
     seen: Counter[str] = Counter()
     for seed in range(HISTORIES):
         history = Borrowing(seed, policy)
@@ -72,42 +72,42 @@ def filled(count: int, budget: int) -> tuple[World, list[GroupId]]:
     return world, keys
 
 
-def test_copies_that_nobody_uses_make_room() -> None:
+def test_memory_lease_evicts_unused_copies() -> None:
     world, _ = filled(3, 12)
     assert world.planner.used[Tier.DEVICE] == 12
-    assert world.borrow(Tier.DEVICE, 8)
+    assert world.carve_out(Tier.DEVICE, 8)
     assert world.planner.used[Tier.DEVICE] == 12
     assert world.planner.peak[Tier.DEVICE] == 12
 
 
-def test_nothing_is_borrowed_where_copies_are_in_use() -> None:
+def test_memory_lease_with_copies_in_use_gets_nothing() -> None:
     world, keys = filled(3, 12)
     leases = [world.demand(key, Access.READ) for key in keys]
     for waiter in leases:
         assert waiter is not None
         assert world.wake(waiter)
-    assert not world.borrow(Tier.DEVICE, 4)
-    assert world.planner.borrowed[Tier.DEVICE] == 0
+    assert not world.carve_out(Tier.DEVICE, 4)
+    assert world.planner.carved_out[Tier.DEVICE] == 0
 
 
-def test_only_copy_of_a_group_does_not_go() -> None:
+def test_memory_lease_keeps_the_only_copy() -> None:
     world = World({Tier.HOST: 12, Tier.DISK: None})
     key = world.claim(8)
     assert key is not None
     assert world.fill(key)
-    assert not world.borrow(Tier.HOST, 8)
+    assert not world.carve_out(Tier.HOST, 8)
     assert Tier.HOST in world.planner.residence(key)
-    assert world.borrow(Tier.HOST, 4)
+    assert world.carve_out(Tier.HOST, 4)
 
 
 def test_waiter_proceeds_when_memory_is_returned() -> None:
     world, keys = filled(3, 12)
-    assert world.borrow(Tier.DEVICE, 12)
+    assert world.carve_out(Tier.DEVICE, 12)
     waiter = world.demand(keys[0])
     assert waiter is not None
     land_all(world)
     assert not world.wake(waiter)
     assert world.planner.error_of(keys[0]) is None, "it does not wait for ever"
-    assert world.borrow(Tier.DEVICE, 0)
+    assert world.carve_out(Tier.DEVICE, 0)
     land_all(world)
     assert world.wake(waiter)

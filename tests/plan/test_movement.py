@@ -30,7 +30,7 @@ from tierstore.plan.schedule import LearnedOrder
 # Hopes -------------------------------------------------------------------------------------------
 
 
-def test_hopes_are_fetched_in_order_while_there_is_room() -> None:
+def test_prefetches_are_fetched_in_order_while_space_is_free() -> None:
     planner = planner_of(80)
     for key in "abc":
         register(planner, key, 5)
@@ -38,7 +38,7 @@ def test_hopes_are_fetched_in_order_while_there_is_room() -> None:
     assert told(planner) == ["c: DISK to HOST", "a: DISK to HOST", "b: DISK to HOST"]
 
 
-def test_a_hope_goes_on_to_the_device_and_no_further_than_it_was_hoped_for() -> None:
+def test_prefetch_stops_at_its_requested_tier() -> None:
     for top, last in ((None, ["a: HOST to DEVICE"]), (DEVICE, ["a: HOST to DEVICE"]), (HOST, [])):
         planner = planner_of(10, 10)
         register(planner, "a", 5)
@@ -48,7 +48,7 @@ def test_a_hope_goes_on_to_the_device_and_no_further_than_it_was_hoped_for() -> 
         assert told(planner) == last
 
 
-def test_what_is_needed_is_fetched_before_what_is_hoped_for() -> None:
+def test_demand_is_fetched_before_prefetches() -> None:
     """The room that a demand waits for is not for hopes; when it has its room, they go on."""
     planner = planner_of(20, 10)
     lend(planner, "lent", 8)
@@ -61,7 +61,7 @@ def test_what_is_needed_is_fetched_before_what_is_hoped_for() -> None:
     assert told(planner) == ["lent leaves DEVICE", "a: HOST to DEVICE!", "hope: DISK to HOST"]
 
 
-def test_a_hope_waits_for_what_is_lent_and_comes_when_that_is_given_back() -> None:
+def test_prefetch_waits_for_a_lease_to_be_released() -> None:
     planner = planner_of(5)
     bring(planner, "lent", 5)
     planner.demand("lent")
@@ -73,7 +73,7 @@ def test_a_hope_waits_for_what_is_lent_and_comes_when_that_is_given_back() -> No
     assert told(planner) == ["lent leaves HOST", "a: DISK to HOST"]
 
 
-def test_a_hope_comes_when_what_is_held_is_given_back() -> None:
+def test_prefetch_resumes_after_a_host_lease_ends() -> None:
     planner = planner_of(5)
     hold(planner, "held", 5)
     register(planner, "a", 5)
@@ -83,7 +83,7 @@ def test_a_hope_comes_when_what_is_held_is_given_back() -> None:
     assert told(planner) == ["held leaves HOST", "a: DISK to HOST"]
 
 
-def test_a_hope_comes_when_what_was_in_its_way_is_saved() -> None:
+def test_prefetch_resumes_after_a_save() -> None:
     planner = planner_of(5)
     put(planner, "a", 5)
     planner.save("a")
@@ -94,7 +94,7 @@ def test_a_hope_comes_when_what_was_in_its_way_is_saved() -> None:
     assert told(planner) == ["a leaves HOST", "b: DISK to HOST"]
 
 
-def test_a_hope_comes_when_another_has_failed() -> None:
+def test_prefetch_resumes_after_another_failed() -> None:
     planner = planner_of(20)
     lend(planner, "lent", 15)
     for key in "ab":
@@ -106,7 +106,7 @@ def test_a_hope_comes_when_another_has_failed() -> None:
 
 
 @pytest.mark.parametrize(("host", "device"), [(40, 5), (5, 40)])
-def test_what_does_not_fit_on_every_tier_is_not_fetched(host: int, device: int) -> None:
+def test_prefetch_above_one_tiers_budget_is_skipped(host: int, device: int) -> None:
     for size, comes in ((5, True), (6, False)):
         planner = planner_of(host, device)
         register(planner, "a", size)
@@ -114,7 +114,7 @@ def test_what_does_not_fit_on_every_tier_is_not_fetched(host: int, device: int) 
         assert told(planner) == (["a: DISK to HOST"] if comes else [])
 
 
-def test_what_does_not_fit_on_the_device_is_passed_over() -> None:
+def test_prefetch_above_the_device_budget_is_passed_over() -> None:
     planner = planner_of(40, 5)
     for key, size in (("a", 6), ("b", 5)):
         register(planner, key, size)
@@ -123,9 +123,9 @@ def test_what_does_not_fit_on_the_device_is_passed_over() -> None:
 
 
 @pytest.mark.parametrize("is_demanded", [True, False])
-def test_hopes_go_on_while_a_put_is_being_filled(is_demanded: bool) -> None:
+def test_prefetch_continues_while_a_put_is_filled(is_demanded: bool) -> None:
     planner = planner_of(10, 10)
-    planner.claim("put", 5, use_order=UseOrder.ANNOUNCED)
+    planner.claim("put", 5, use_order=UseOrder.PREFETCHED)
     if is_demanded:
         planner.demand("put")
     register(planner, "a", 5)
@@ -136,7 +136,7 @@ def test_hopes_go_on_while_a_put_is_being_filled(is_demanded: bool) -> None:
 
 
 @pytest.mark.parametrize("want", ["demand", "fetch", "claim"])
-def test_hopes_leave_the_room_alone_that_somebody_waits_for_in_host_memory(want: str) -> None:
+def test_prefetch_leaves_host_space_to_waiters(want: str) -> None:
     planner = planner_of(10, 80)
     hold(planner, "held", 8)
     for key, nbytes in (("a", 5), ("hope", 2)):
@@ -146,7 +146,7 @@ def test_hopes_leave_the_room_alone_that_somebody_waits_for_in_host_memory(want:
     elif want == "fetch":
         planner.demand_on_host("a", HostAccess.READ)
     else:
-        planner.claim("put", 5, use_order=UseOrder.ANNOUNCED)
+        planner.claim("put", 5, use_order=UseOrder.PREFETCHED)
     planner.expect(["hope"])
     assert told(planner) == []
     planner.release_on_host("held")
@@ -154,12 +154,12 @@ def test_hopes_leave_the_room_alone_that_somebody_waits_for_in_host_memory(want:
     assert told(planner)[:2] == ["held leaves HOST", expected]
 
 
-def test_hopes_go_on_as_soon_as_a_put_has_its_room() -> None:
+def test_prefetch_resumes_once_a_put_has_its_space() -> None:
     planner = planner_of(10)
     bring(planner, "lent", 10)
     planner.demand("lent")
     assert planner.lease("lent", Access.READ)
-    planner.claim("put", 5, use_order=UseOrder.ANNOUNCED)
+    planner.claim("put", 5, use_order=UseOrder.PREFETCHED)
     register(planner, "a", 5)
     planner.expect(["a"])
     assert told(planner) == []
@@ -167,7 +167,7 @@ def test_hopes_go_on_as_soon_as_a_put_has_its_room() -> None:
     assert told(planner) == ["lent leaves HOST", "put gets room on HOST", "a: DISK to HOST"]
 
 
-def test_hopes_go_on_while_what_is_demanded_is_on_its_way_there_or_cannot_come() -> None:
+def test_prefetch_continues_while_demands_move_or_are_blocked() -> None:
     planner = planner_of(80, 80)
     for key in "abcdef":
         register(planner, key, 5)
@@ -186,7 +186,7 @@ def test_hopes_go_on_while_what_is_demanded_is_on_its_way_there_or_cannot_come()
     assert told(planner) == ["e: DISK to HOST!", "e leaves HOST", "f: DISK to HOST"]
 
 
-def test_hopes_that_nobody_has_used_yet_take_half_of_the_room_at_most() -> None:
+def test_prefetched_unused_copies_take_half_the_budget_at_most() -> None:
     planner = planner_of(20, 80)
     for key in "abc":
         register(planner, key, 5)
@@ -204,7 +204,7 @@ def test_hopes_that_nobody_has_used_yet_take_half_of_the_room_at_most() -> None:
 
 
 @pytest.mark.parametrize("purpose", HostAccess)
-def test_hopes_go_on_while_something_is_fetched(purpose: HostAccess) -> None:
+def test_prefetch_continues_during_a_fetch(purpose: HostAccess) -> None:
     planner = planner_of(80)
     for key in ("wanted", "hope", "next"):
         register(planner, key, 5)
@@ -227,14 +227,14 @@ class Counted(LearnedOrder):
 
 
 @pytest.mark.parametrize("waits_for", ["nothing", "a put", "a demand"])
-def test_nothing_is_looked_for_where_nothing_has_changed(waits_for: str) -> None:
+def test_prefetch_search_without_changes_is_skipped(waits_for: str) -> None:
     """Looking ahead costs most of a step."""
     schedule = Counted()
     planner = driver_of({DEVICE: 10, HOST: 10, DISK: None}, ByName(), schedule)
     register(planner, "a", 5)
     register(planner, "hope", 5)
     if waits_for == "a put":
-        planner.claim("put", 5, use_order=UseOrder.ANNOUNCED)
+        planner.claim("put", 5, use_order=UseOrder.PREFETCHED)
     elif waits_for == "a demand":
         planner.demand("a")
     schedule.asked = 0
@@ -248,7 +248,7 @@ def test_nothing_is_looked_for_where_nothing_has_changed(waits_for: str) -> None
 # On the way up -----------------------------------------------------------------------------------
 
 
-def test_what_came_half_way_goes_on_before_its_place_is_needed_again() -> None:
+def test_prefetch_half_way_proceeds_before_its_slot_is_needed() -> None:
     planner = planner_of(5, 80)
     for key in "ab":
         register(planner, key, 5)
@@ -262,13 +262,13 @@ def test_what_came_half_way_goes_on_before_its_place_is_needed_again() -> None:
     assert told(planner) == ["a leaves HOST", "b: DISK to HOST!"]
 
 
-def wants_room_on_the_device(planner: Driver) -> None:
+def requests_device_space(planner: Driver) -> None:
     register(planner, "large", 100)
     planner.demand("large")
 
 
 def wants_to_put(planner: Driver) -> None:
-    planner.claim("large", 100, use_order=UseOrder.ANNOUNCED)
+    planner.claim("large", 100, use_order=UseOrder.PREFETCHED)
 
 
 def wants_to_hold(planner: Driver) -> None:
@@ -284,11 +284,11 @@ def wants_to_offload(planner: Driver) -> None:
     planner.offload("changed")
 
 
-WANTS = [wants_room_on_the_device, wants_to_put, wants_to_hold, wants_to_save, wants_to_offload]
+WANTS = [requests_device_space, wants_to_put, wants_to_hold, wants_to_save, wants_to_offload]
 
 
 @pytest.mark.parametrize("want", WANTS, ids=lambda want: want.__name__)
-def test_hopes_go_last_while_somebody_waits(want: Callable[[Planner], None]) -> None:
+def test_prefetch_goes_last_while_somebody_waits(want: Callable[[Planner], None]) -> None:
     """As in the test before, but then the place is needed by one who has waited."""
     planner = planner_of(100, 100)
     change(planner, "changed", 1)
@@ -305,8 +305,8 @@ def test_hopes_go_last_while_somebody_waits(want: Callable[[Planner], None]) -> 
     assert told(planner)[0] == "a leaves HOST"
 
 
-def test_room_on_the_device_is_kept_while_its_bytes_are_half_way() -> None:
-    """Whoever asks again meanwhile finds it there. Then nobody does, and it is given up."""
+def test_device_space_is_kept_while_its_bytes_are_half_way() -> None:
+    """A request that repeats meanwhile finds it there. Without one, it is evicted."""
     planner = planner_of(5, 5)
     register(planner, "a", 5)
     planner.demand("a")
@@ -317,7 +317,7 @@ def test_room_on_the_device_is_kept_while_its_bytes_are_half_way() -> None:
     assert planner.used[DEVICE] == 0
 
 
-def test_room_on_the_device_is_kept_for_who_waits_for_room_below() -> None:
+def test_device_space_is_kept_for_waiters_on_lower_tiers() -> None:
     planner = planner_of(10, 10)
     hold(planner, "held", 10)
     register(planner, "a", 10)
@@ -328,7 +328,7 @@ def test_room_on_the_device_is_kept_for_who_waits_for_room_below() -> None:
     assert told(planner) == ["held leaves HOST", "a: DISK to HOST!"]
 
 
-def test_room_on_the_device_is_given_up_when_its_bytes_cannot_be_read() -> None:
+def test_device_space_is_freed_when_its_read_fails() -> None:
     planner = planner_of(5, 5)
     register(planner, "a", 5)
     planner.demand("a")
@@ -337,7 +337,7 @@ def test_room_on_the_device_is_given_up_when_its_bytes_cannot_be_read() -> None:
     assert told(planner) == ["a: DISK to HOST!", "a leaves HOST"]
 
 
-def test_room_to_renew_a_group_is_not_given_up_for_others() -> None:
+def test_renewal_space_is_not_given_to_others() -> None:
     planner = planner_of(10)
     for key in "ab":
         register(planner, key, 6)
@@ -348,10 +348,10 @@ def test_room_to_renew_a_group_is_not_given_up_for_others() -> None:
     assert told(planner) == ["a gets room on HOST", "a leaves DISK"]
 
 
-def test_who_is_told_that_there_is_no_room_gets_none_later() -> None:
+def test_request_failed_for_space_gets_none_later() -> None:
     planner = planner_of(10)
     hold(planner, "held", 5, HostAccess.PERMANENT)
-    planner.claim("a", 6, use_order=UseOrder.ANNOUNCED)
+    planner.claim("a", 6, use_order=UseOrder.PREFETCHED)
     assert isinstance(planner.error_of("a"), BudgetError)
     planner.release_on_host("held")
     assert not planner.granted("a")
@@ -363,7 +363,7 @@ def test_who_is_told_that_there_is_no_room_gets_none_later() -> None:
 # On the way down ---------------------------------------------------------------------------------
 
 
-def test_an_offload_gives_up_room_that_nothing_is_on_its_way_to() -> None:
+def test_offload_frees_space_with_nothing_on_the_way() -> None:
     planner = planner_of(5, 5)
     register(planner, "a", 5)
     planner.demand("a")
@@ -373,7 +373,7 @@ def test_an_offload_gives_up_room_that_nothing_is_on_its_way_to() -> None:
 
 
 @pytest.mark.parametrize("device", [None, 5])
-def test_what_is_offloaded_while_it_is_changed_leaves_afterwards(device: int | None) -> None:
+def test_offload_during_an_update_leaves_afterwards(device: int | None) -> None:
     planner = planner_of(5, device)
     bring(planner, "a", 5)
     planner.demand("a")
@@ -390,24 +390,24 @@ def test_what_is_offloaded_while_it_is_changed_leaves_afterwards(device: int | N
     assert told(planner) == [f"a leaves {src.name}"]
 
 
-def test_what_is_offloaded_while_it_is_saved_makes_room_for_others() -> None:
+def test_offload_during_a_save_frees_space() -> None:
     planner = planner_of(10)
     for key in "ab":
         put(planner, key, 5)
     planner.save("a")
     planner.offload("a")
-    planner.claim("c", 5, use_order=UseOrder.ANNOUNCED)
+    planner.claim("c", 5, use_order=UseOrder.PREFETCHED)
     assert told(planner) == ["a: HOST to DISK!"], "b need not be saved as well"
     planner.arrive("a", HOST, DISK)
     assert told(planner) == ["a leaves HOST", "c gets room on HOST"]
 
 
 @pytest.mark.parametrize("again", ["demand", "prefetch", "fetch"])
-def test_what_is_wanted_again_stays_in_host_memory(again: str) -> None:
+def test_offload_of_demanded_group_keeps_the_host_copy(again: str) -> None:
     """It had to make room for others there, and is being saved."""
     planner = planner_of(5, 5)
     put(planner, "a", 5)
-    planner.claim("b", 5, use_order=UseOrder.ANNOUNCED)
+    planner.claim("b", 5, use_order=UseOrder.PREFETCHED)
     assert told(planner) == ["a: HOST to DISK!"]
     planner.withdraw("b")
     if again == "demand":
@@ -421,7 +421,7 @@ def test_what_is_wanted_again_stays_in_host_memory(again: str) -> None:
     assert planner.residence("a") == (HOST, DISK)
 
 
-def test_what_is_wanted_again_is_not_offloaded_any_more() -> None:
+def test_offload_of_demanded_group_is_cancelled() -> None:
     planner = planner_of(5, 5)
     change(planner, "a", 5)
     hold(planner, "held", 5)
@@ -433,7 +433,7 @@ def test_what_is_wanted_again_is_not_offloaded_any_more() -> None:
     assert told(planner) == []
 
 
-def test_a_save_takes_the_lowest_copy_one_tier_down() -> None:
+def test_save_copies_the_lowest_copy_one_tier_down() -> None:
     planner = planner_of(10, 10)
     change(planner, "a", 5)
     planner.release("a", Access.UPDATE)
@@ -446,7 +446,7 @@ def test_a_save_takes_the_lowest_copy_one_tier_down() -> None:
     assert planner.residence("a") == (DEVICE, HOST, DISK)
 
 
-def test_saving_ahead_is_not_urgent_and_asks_for_no_more_than_there_is() -> None:
+def test_save_ahead_is_not_urgent_and_takes_free_space_only() -> None:
     planner = planner_of(10, disk=5)
     for key, words in (("a", ["a: HOST to DISK"]), ("b", [])):
         put(planner, key, 5)

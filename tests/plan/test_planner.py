@@ -25,7 +25,7 @@ rnd = random.Random(1)
 EQUAL = [100] * 20
 MIXED = [rnd.randint(20, 100) for _ in range(60)]
 
-# What fits in the budget need not be read again: sizes, host budget, device budget.
+# Bytes that fit need not be read again: sizes, host budget, device budget.
 SCANS = {
     "half": (EQUAL, 1000, None),
     "a quarter": (EQUAL, 500, None),
@@ -42,7 +42,7 @@ def budgets_of(host: int, device: int | None) -> dict[Tier, int | None]:
 
 
 @pytest.mark.parametrize("name", SCANS)
-def test_a_cyclic_scan_reads_only_what_does_not_fit(name: str) -> None:
+def test_cyclic_scan_reads_only_the_bytes_that_do_not_fit(name: str) -> None:
     sizes, host, device = SCANS[name]
     scan = Scan(sizes, budgets_of(host, device))
     read = [scan.read_by(scan.keys) for _ in range(PASSES)]
@@ -52,20 +52,20 @@ def test_a_cyclic_scan_reads_only_what_does_not_fit(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["half", "a quarter", "most"])
-def test_lru_reads_all_of_it(name: str) -> None:
+def test_lru_cyclic_scan_reads_everything(name: str) -> None:
     sizes, host, device = SCANS[name]
     scan = Scan(sizes, budgets_of(host, device), "lru")
     read = [scan.read_by(scan.keys) for _ in range(PASSES)]
     assert min(read) >= sum(sizes), read
 
 
-def test_a_scan_that_fits_is_read_once() -> None:
+def test_scan_that_fits_is_read_once() -> None:
     scan = Scan(EQUAL, budgets_of(2000, None))
     assert [scan.read_by(scan.keys) for _ in range(3)] == [2000, 0, 0]
 
 
 @pytest.mark.parametrize("name", SCANS)
-def test_no_clean_copy_is_copied_down(name: str) -> None:
+def test_clean_copy_is_never_copied_down(name: str) -> None:
     sizes, host, device = SCANS[name]
     scan = Scan(sizes, budgets_of(host, device))
     scan.read_by(scan.keys * PASSES)
@@ -79,7 +79,7 @@ class EvictsTheSoonest(RankingPolicy):
         return iter(list(super().victims(tier, None))[::-1])
 
 
-def hopes_and_victims(
+def prefetches_and_victims(
     policy: type[RankingPolicy], patch: Callable[[Driver], None] = lambda planner: None
 ) -> list[tuple[float, float]]:
     """For each prefetch that evicted something: uses until it is needed, and until its victim."""
@@ -113,14 +113,14 @@ def hopes_and_victims(
 
 
 @pytest.mark.parametrize("policy", [RankingPolicy, EvictsTheSoonest])
-def test_a_prefetch_never_evicts_what_is_needed_sooner(policy: type[RankingPolicy]) -> None:
-    pairs = hopes_and_victims(policy)
+def test_prefetch_never_evicts_a_group_needed_sooner(policy: type[RankingPolicy]) -> None:
+    pairs = prefetches_and_victims(policy)
     assert len(pairs) > 20, "hardly any prefetch evicted anything"
     assert all(victim > hope for hope, victim in pairs)
 
 
-def test_without_the_protection_it_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forget_what_is_ahead(planner: Driver) -> None:
+def test_prefetch_without_protection_evicts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget_expected_keys(planner: Driver) -> None:
         next_missing = planner.prefetcher.next_missing
 
         def forgetful(dst: Tier, *which: Any) -> tuple[int, Numbers] | None:
@@ -129,11 +129,11 @@ def test_without_the_protection_it_does(monkeypatch: pytest.MonkeyPatch) -> None
 
         monkeypatch.setattr(planner.prefetcher, "next_missing", forgetful)
 
-    pairs = hopes_and_victims(EvictsTheSoonest, forget_what_is_ahead)
+    pairs = prefetches_and_victims(EvictsTheSoonest, forget_expected_keys)
     assert any(victim <= hope for hope, victim in pairs)
 
 
-def test_a_failed_prefetch_is_raised_once_by_the_acquire_that_needed_it() -> None:
+def test_prefetch_failure_is_raised_once_by_the_acquire() -> None:
     world = World({Tier.HOST: 10, Tier.DISK: None})
     key = world.register(5)
     world.prefetch([key])
@@ -152,7 +152,7 @@ def test_a_failed_prefetch_is_raised_once_by_the_acquire_that_needed_it() -> Non
     world.finish()
 
 
-def test_every_waiter_of_a_failed_group_is_told() -> None:
+def test_group_failure_reaches_every_waiter() -> None:
     world = World({Tier.HOST: 10, Tier.DISK: None})
     key = world.register(5)
     waiters = [world.demand(key) for _ in range(3)]
@@ -165,7 +165,7 @@ def test_every_waiter_of_a_failed_group_is_told() -> None:
 
 
 @pytest.mark.parametrize("device", [None, 8])
-def test_what_never_fits_is_refused_at_once_with_advice(device: int | None) -> None:
+def test_request_above_the_budget_raises_with_advice(device: int | None) -> None:
     schedule = LearnedOrder()
     planner = driver_of(budgets_of(10, device), policy_named("lru", schedule), schedule)
     planner.register("weights", 11)
@@ -191,7 +191,7 @@ def test_activations_taken_while_they_fit_are_never_written() -> None:
     assert not world.books.known()
 
 
-def test_room_for_a_group_may_cost_it_the_copy_that_it_comes_from() -> None:
+def test_space_for_a_group_may_cost_its_source_copy() -> None:
     """It is saved room for another group, which had to be saved to make room for this one."""
     world = World({Tier.DEVICE: 5, Tier.HOST: 4, Tier.DISK: None}, "lru")
     changed = put(world, 1)
@@ -283,7 +283,7 @@ def lend_beside_a_changer(planner: Driver) -> None:
     planner.record("changed").leases = 2
 
 
-def forget_who_was_lent_what(planner: Driver) -> None:
+def forget_leases(planner: Driver) -> None:
     for name in ("read", "changed", "held"):
         record = planner.record(name)
         record.leases, record.exclusive, record.host_lease = 0, None, None
@@ -297,29 +297,29 @@ def leave_the_forgotten(planner: Driver) -> None:
     planner.record("idle").forgotten = True
 
 
-def read_what_is_arriving(planner: Driver) -> None:
+def read_arriving_copies(planner: Driver) -> None:
     copy = planner.record("idle").copies[Tier.HOST]
     copy.state, copy.readers = State.ARRIVING, 1
 
 
 BREAKAGES: dict[Callable[[Driver], None], str] = {
-    lose_a_copy: "changed is nowhere",
-    miscount: "HOST: holds 40, counts 39",
+    lose_a_copy: "changed has no valid copy",
+    miscount: "HOST: has 40 bytes in copies, counts 39",
     shrink_the_budget: "HOST: 40 over 39",
-    drop_the_leased: "read is leased but not there",
-    drop_the_held: "held is held but not there",
-    lend_the_held_to_a_changer: "held is held beside its changer",
+    drop_the_leased: "read is leased but not resident",
+    drop_the_held: "held is leased in host memory but not resident",
+    lend_the_held_to_a_changer: "held is leased in host memory while it is being changed",
     keep_a_stale_copy: "changed is being changed and has several copies",
-    lend_beside_a_changer: "changed is lent to 2 beside its changer",
-    forget_who_was_lent_what: "nothing is lent, and 2 leases are counted",
-    leave_the_unwanted: "idle on HOST should be gone",
+    lend_beside_a_changer: "changed has 2 leases while it is being changed",
+    forget_leases: "nothing is leased, but 2 are counted",
+    leave_the_unwanted: "idle on HOST should have been dropped",
     leave_the_forgotten: "idle on DISK is forgotten",
-    read_what_is_arriving: "idle is read before it is there",
+    read_arriving_copies: "idle is read before it is complete",
 }
 
 
 @pytest.mark.parametrize("breakage", BREAKAGES, ids=lambda breakage: breakage.__name__)
-def test_check_notices(breakage: Callable[[Driver], None]) -> None:
+def test_invariant_check_notices_seeded_faults(breakage: Callable[[Driver], None]) -> None:
     planner = busy_planner()
     breakage(planner)
     with pytest.raises(AssertionError, match=BREAKAGES[breakage]):

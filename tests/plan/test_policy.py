@@ -23,7 +23,7 @@ from tierstore.plan.schedule import LearnedOrder
 
 
 def misses(trace: Sequence[str], room: int, policy: str) -> int:
-    """How often a cache of `room` equal groups misses. No prefetch."""
+    """Return the number of misses of a cache of `room` equal groups, without prefetch."""
     schedule = LearnedOrder()
     ranking = policy_named(policy, schedule)
     here: set[GroupId] = set()
@@ -65,7 +65,7 @@ def next_use(trace: Sequence[str], key: str, now: int) -> float:
         return math.inf
 
 
-def test_the_optimum_is_one() -> None:
+def test_optimum_is_belady() -> None:
     # a b c with room for 2: a, b, c miss (c replaces b), a hits, b misses (replaces a), c hits.
     assert fewest_misses(["a", "b", "c", "a", "b", "c"], 2) == 4
 
@@ -80,27 +80,25 @@ TRACES = {
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_next_use_misses_at_most_a_tenth_more_than_the_optimum(name: str) -> None:
+def test_next_use_misses_at_most_a_tenth_above_optimum(name: str) -> None:
     trace, room = TRACES[name]
     assert misses(trace, room, "next-use") <= 1.10 * fewest_misses(trace, room)
 
 
-def test_once_learned_two_experts_that_fit_one_at_a_time_are_read_as_the_optimum_reads_them() -> (
-    None
-):
+def test_next_use_two_alternating_experts_reads_the_optimum() -> None:
     early, late = (two_experts(runs, blocks=20, steps=8) for runs in (9, 10))
     assert misses(late, 20, "next-use") - misses(early, 20, "next-use") == 40
     assert fewest_misses(late, 20) - fewest_misses(early, 20) == 40
 
 
-def test_lru_misses_all_of_a_cycle_that_does_not_fit() -> None:
+def test_lru_oversized_cycle_misses_everything() -> None:
     """The control: on these traces it takes more than any policy to come near the optimum."""
     trace, room = TRACES["cycle, half"]
     assert misses(trace, room, "lru") == len(trace)
     assert misses(trace, room, "lru") > 1.5 * fewest_misses(trace, room)
 
 
-def test_lru_ranks_by_the_last_use() -> None:
+def test_lru_ranks_by_last_use() -> None:
     lru = RankingPolicy(LeastRecentlyUsed())
     a, b, c, d = (GroupId(key, 1) for key in "abcd")
     for group in (a, b, c, d):
@@ -113,7 +111,7 @@ def test_lru_ranks_by_the_last_use() -> None:
     assert list(lru.victims(Tier.DEVICE, None)) == []
 
 
-def test_a_key_keeps_its_rank_while_any_tier_holds_it() -> None:
+def test_key_keeps_its_rank_while_any_tier_holds_it() -> None:
     lru = RankingPolicy(LeastRecentlyUsed())
     a, b = GroupId("a", 1), GroupId("b", 1)
     for group in (a, b):
@@ -140,12 +138,12 @@ def names(groups: Iterable[GroupId]) -> list[str]:
     return [group.key for group in groups]
 
 
-def test_next_use_ranks_versions_by_the_schedule_of_their_names() -> None:
+def test_next_use_versions_rank_by_their_names_schedule() -> None:
     policy = learned_cycle("bade")
     assert names(policy.victims(Tier.HOST, None)) == ["e", "d", "b", "a"]
 
 
-def test_a_prefetch_gets_only_what_is_needed_much_later() -> None:
+def test_prefetch_evicts_only_keys_needed_much_later() -> None:
     policy = learned_cycle("bcde")
     assert HARMLESS == 3
     assert names(policy.victims(Tier.HOST, GroupId("a", 1))) == ["e", "d"]
@@ -163,19 +161,19 @@ def twice_there(policy: RankingPolicy, on_host: str, saved: Tier = Tier.DISK) ->
     return policy
 
 
-def test_of_host_copies_those_go_first_whose_group_stays_on_the_device() -> None:
+def test_host_copy_of_device_resident_group_goes_first() -> None:
     """e, d and b are the next to leave the device: they keep their copies for longer than a."""
     policy = twice_there(learned_cycle(""), "abcde")
     assert names(policy.victims(Tier.HOST, None)) == ["a", "e", "d", "c", "b"]
 
 
-def test_a_host_copy_that_no_file_backs_is_not_given_up_before_others() -> None:
+def test_host_copy_without_a_file_goes_last() -> None:
     policy = twice_there(learned_cycle(""), "abcde")
     policy.dropped(GroupId("a", 1), Tier.DISK)
     assert names(policy.victims(Tier.HOST, None)) == ["e", "d", "c", "b", "a"]
 
 
-def test_a_tier_below_the_disk_is_as_good_a_reason_to_give_up_a_host_copy() -> None:
+def test_host_copy_backed_by_a_lower_tier_goes_early() -> None:
     remote = Tier(3, "REMOTE", persistent=True)
     tiers = (*TIERS.values(), remote)
     policy = twice_there(learned_cycle("", tiers=tiers), "abcde", saved=remote)
@@ -184,19 +182,19 @@ def test_a_tier_below_the_disk_is_as_good_a_reason_to_give_up_a_host_copy() -> N
     assert names(policy.victims(Tier.HOST, None)) == ["e", "d", "c", "b", "a"]
 
 
-def test_the_device_rather_gives_up_what_the_host_has_too() -> None:
+def test_device_prefers_to_evict_groups_in_host_memory() -> None:
     """b comes in 2 uses and e in 5, but b is only a link away, where e must be read from disk."""
     policy = twice_there(learned_cycle(""), "b")
     assert names(policy.victims(Tier.DEVICE, None)) == ["b", "e", "d", "a"]
 
 
-def test_three_copies_on_the_device_are_all_about_to_leave_it() -> None:
+def test_three_device_copies_are_about_to_leave() -> None:
     policy = twice_there(learned_cycle(""), "abde")
     policy.dropped(GroupId("b", 1), Tier.DEVICE)
     assert names(policy.victims(Tier.HOST, None)) == ["e", "d", "b", "a"]
 
 
-def test_a_link_is_four_times_as_fast_as_the_disk() -> None:
+def test_link_speed_is_four_times_the_disks() -> None:
     """a comes in 1 use, and the host has it too: as if in 4. That is before e, and after c."""
     policy = twice_there(learned_cycle(""), "a")
     policy.dropped(GroupId("d", 1), Tier.DEVICE)
@@ -205,20 +203,20 @@ def test_a_link_is_four_times_as_fast_as_the_disk() -> None:
     assert names(policy.victims(Tier.DEVICE, None)) == ["e", "a", "c", "b"]
 
 
-def test_what_the_caller_expects_goes_last_the_soonest_last() -> None:
+def test_expected_keys_go_last_soonest_last() -> None:
     schedule = LearnedOrder()
     policy = learned_cycle("abcde", schedule)
     assert names(policy.victims(Tier.HOST, None)) == ["e", "d", "c", "b", "a"]
-    schedule.known.expect(["d", "b"])
+    schedule.known.prefetch(["d", "b"])
     assert names(policy.victims(Tier.HOST, None)) == ["e", "c", "a", "b", "d"]
 
 
-def test_what_the_schedule_does_not_expect_goes_first_the_oldest_first() -> None:
+def test_unexpected_keys_go_first_oldest_first() -> None:
     policy = learned_cycle("xbya")
     assert names(policy.victims(Tier.HOST, None)) == ["x", "y", "b", "a"]
 
 
-def test_before_anything_is_known_a_prefetch_may_replace_the_least_recently_used() -> None:
+def test_prefetch_before_learning_replaces_least_recently_used() -> None:
     schedule = LearnedOrder()
     policy = RankingPolicy(FarthestNextUse(schedule))
     for key in "abc":
@@ -228,16 +226,16 @@ def test_before_anything_is_known_a_prefetch_may_replace_the_least_recently_used
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_policy_has_a_name(policy: str) -> None:
+def test_policy_has_a_name(policy: str) -> None:
     assert misses(["a", "b", "a"], 2, policy) == 2
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="no policy 'mru': choose one of next-use, lru"):
+def test_policy_unknown_name_raises_with_known_names() -> None:
+    with pytest.raises(ValueError, match="unknown policy 'mru': choose one of next-use, lru"):
         policy_named("mru", LearnedOrder())
 
 
-def test_what_the_policy_was_never_told_of_changes_nothing() -> None:
+def test_policy_unseen_keys_change_nothing() -> None:
     schedule = LearnedOrder()
     for name in ("next-use", "lru"):
         policy = policy_named(name, schedule)
@@ -247,7 +245,7 @@ def test_what_the_policy_was_never_told_of_changes_nothing() -> None:
         assert names(policy.victims(Tier.HOST, None)) == ["a"]
 
 
-def test_keys_that_come_and_go_leave_no_trace_in_the_order_of_victims() -> None:
+def test_victim_order_forgets_keys_that_are_gone() -> None:
     schedule = LearnedOrder()
     for name in ("next-use", "lru"):
         policy = policy_named(name, schedule)

@@ -27,8 +27,11 @@ from tierstore.plan.policy import (
 from tierstore.plan.schedule import LearnedOrder, Ranks
 
 Value = tuple[int, bool, float, int]
-"""What is given up first has the largest: whether it is there twice for long, whether it is not
-expected at all, how far ahead its next use counts, and how long ago it was touched."""
+"""Return a rank; the copy with the largest is evicted first.
+
+It compares whether there has been a second copy for long, whether the group is unexpected, the
+distance of its next use, and the time since its last.
+"""
 
 
 class Reference:
@@ -61,7 +64,7 @@ class Reference:
             self.seen.discard(key)
 
     def away(self, key: GroupId) -> float:
-        """How many uses ahead the next one is; without a schedule, as far as the last lies back."""
+        """Return the uses until its next one; without a schedule, the uses since the last."""
         if self.schedule is None:
             return self.clock - self.touched[key]
         return self.schedule.steps_until(key.key)
@@ -73,18 +76,21 @@ class Reference:
         return settled, False, float(f"{times * away:.9g}"), age
 
     def is_below(self, key: GroupId) -> bool:
-        """Whether the disk only caches it."""
+        """Return whether the disk only caches it."""
         return any(key in self.on[tier] for tier in self.below)
 
     def settled(self, key: GroupId, on: Tier = Tier.DEVICE) -> bool:
-        """Whether it stays on a tier, where the three that are missed least are leaving."""
+        """Return whether it stays on a tier, where the three missed least are leaving."""
         staying = sorted(self.on[on], key=self.value)[:-3]
         saved = any(key in groups for tier, groups in self.on.items() if tier.persistent)
         return key in staying and saved
 
     def allowed(self, key: GroupId, rival: GroupId | None) -> bool:
-        """A prefetch gets no room of its own, nor of what is needed within three times as many
-        uses, if that is known."""
+        """Return whether a prefetch may take its space.
+
+        Never from sticky groups, nor from those that are needed within three times as many uses, if
+        that is known.
+        """
         if rival is None or key == rival:
             return rival is None
         if self.schedule is None or self.schedule.learning:
@@ -92,8 +98,10 @@ class Reference:
         return self.away(key) > 3 * self.schedule.steps_until(rival.key)
 
     def cached(self, keys: Sequence[GroupId], rival: GroupId | None) -> dict[GroupId, Value]:
-        """On a disk that is a cache: what stays in memory goes first, and while there is no order,
-        what was not used goes last, and for no prefetch."""
+        """Return a rank for a disk that is a cache.
+
+        Groups in memory go first; without an order, unused ones go last, and for no prefetch.
+        """
         learning = self.schedule is not None and self.schedule.learning
         found = {}
         for key in keys:
@@ -145,7 +153,7 @@ class Pair:
         found = list(self.policy.victims(tier, rival))
         assert sorted(found) == sorted(expected)
         values = [expected[key] for key in found]
-        # Of two that would be missed alike, either may go first.
+        # Either of two equal ranks may go first.
         assert all(self._in_order(a, b) for a, b in pairwise(values)), found
         unexpected = [value for value in values if value[1]]
         assert unexpected == sorted(unexpected, reverse=True), "not the least recently used first"
@@ -224,14 +232,14 @@ SEEDS = range(8)
 
 @pytest.mark.parametrize("tiers", [THREE, FOUR], ids=["three", "four"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_next_use_ranks_as_it_says(seed: int, tiers: Sequence[Tier]) -> None:
+def test_next_use_ranks_match_the_reference(seed: int, tiers: Sequence[Tier]) -> None:
     pair = by_next_use(tiers)
     play(pair, seed)
     for what in ("many", "trusted", "guessing", "a prefetch gets some", "some are settled"):
         assert pair.seen[what] >= 3, what
 
 
-def test_while_it_learns_it_ranks_by_age() -> None:
+def test_next_use_while_learning_ranks_by_age() -> None:
     pair = by_next_use()
     rng = random.Random(1)
     for name in NAMES:
@@ -246,14 +254,14 @@ def test_while_it_learns_it_ranks_by_age() -> None:
 
 @pytest.mark.parametrize("tiers", [THREE, FOUR], ids=["three", "four"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_lru_ranks_as_it_says(seed: int, tiers: Sequence[Tier]) -> None:
+def test_lru_ranks_match_the_reference(seed: int, tiers: Sequence[Tier]) -> None:
     pair = by_age(tiers)
     play(pair, seed)
     for what in ("many", "some are settled"):
         assert pair.seen[what] >= 3, what
 
 
-# What no ranking shows ---------------------------------------------------------------------------
+# Beyond the ranking ------------------------------------------------------------------------------
 
 
 class Measuring(LeastRecentlyUsed):
@@ -267,7 +275,7 @@ class Measuring(LeastRecentlyUsed):
         return super().ranks(rows)
 
 
-def test_rows_of_what_is_gone_are_thrown_out_once_they_are_too_many() -> None:
+def test_stale_rows_are_discarded_once_too_many() -> None:
     """As many as there are copies, and 64: then a long life takes no more room than a short one."""
     order, here = Measuring(), 10
     policy = RankingPolicy(order)
@@ -282,7 +290,7 @@ def test_rows_of_what_is_gone_are_thrown_out_once_they_are_too_many() -> None:
     assert len(list(policy.victims(Tier.HOST, None))) == here
 
 
-def test_who_still_looks_through_old_rows_may_go_on() -> None:
+def test_iteration_over_discarded_rows_continues() -> None:
     policy = RankingPolicy(LeastRecentlyUsed())
     stay = [GroupId("stays", number) for number in range(20)]
     for group in stay:
@@ -305,7 +313,7 @@ class Counting(LearnedOrder):
         return super().ranks(numbers)
 
 
-def test_as_long_as_all_comes_as_foreseen_one_rank_is_asked_for_with_each_use() -> None:
+def test_expected_uses_cost_one_rank_each() -> None:
     schedule = Counting()
     policy = RankingPolicy(FarthestNextUse(schedule))
     keys = [GroupId(name, 1) for name in NAMES]

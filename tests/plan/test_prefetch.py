@@ -45,7 +45,7 @@ PASSES = 8
 @pytest.mark.parametrize("device", [None, 0.2])
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
 @pytest.mark.parametrize("computing", [1.0, 1.5, 4.0])
-def test_reads_are_hidden_where_computing_takes_as_long(
+def test_prefetch_with_equal_compute_hides_reads(
     computing: float, share: float, device: float | None
 ) -> None:
     groups = 40
@@ -55,7 +55,7 @@ def test_reads_are_hidden_where_computing_takes_as_long(
         assert stalled_share(outcome, step * groups, (step + 1) * groups) <= 0.03
 
 
-def test_without_prefetch_the_same_run_stalls() -> None:
+def test_prefetch_disabled_stalls() -> None:
     """The control: it is the prefetch that hides the reads."""
     keys = cycle(40, PASSES)
     uses = [Use(key, READ) for key in keys]
@@ -64,7 +64,7 @@ def test_without_prefetch_the_same_run_stalls() -> None:
     assert stalled_share(outcome, 80, 120) > 0.2
 
 
-def test_bound_by_the_disk_a_loop_takes_what_the_missing_bytes_take() -> None:
+def test_disk_bound_loop_takes_the_missing_bytes_time() -> None:
     groups, fits = 40, 20
     outcome = run(cycle(groups, PASSES), fits / groups, READ / 4)
     for step in range(2, PASSES - 1):
@@ -73,7 +73,7 @@ def test_bound_by_the_disk_a_loop_takes_what_the_missing_bytes_take() -> None:
         assert last.start - first.start <= 1.15 * (groups - fits + 1) * READ
 
 
-def test_a_second_pattern_is_learned_within_one_pass_of_it() -> None:
+def test_second_pattern_is_learned_within_a_pass() -> None:
     """Two experts that switch half-way: the second run knows the first one's switch."""
     blocks, steps = 20, 6
     outcome = run(two_experts(3, blocks, steps), 0.4, 1.2 * READ)
@@ -84,13 +84,13 @@ def test_a_second_pattern_is_learned_within_one_pass_of_it() -> None:
     assert stalled_share(outcome, 2 * once - 1, 3 * once - 1) <= 0.03
 
 
-def test_training_goes_there_and_back() -> None:
+def test_training_order_forward_and_backward_is_learned() -> None:
     layers = 30
     outcome = run(forward_backward(layers, PASSES), 0.5, 1.2 * READ)
     assert stalled_share(outcome, 4 * layers, 2 * layers * PASSES - 1) <= 0.03
 
 
-def test_a_changed_order_costs_time_only_for_a_pass() -> None:
+def test_changed_order_costs_one_pass() -> None:
     keys = cycle(30, 5)
     other = [f"g{7 * i % 30}" for i in range(30)] * 5
     outcome = run(keys + other, 0.5, 1.2 * READ)
@@ -113,7 +113,7 @@ def read_by(keys: Sequence[str], share: float, seconds: float) -> int:
     return run(keys, share, seconds).bytes_moved[Tier.DISK, Tier.HOST]
 
 
-def test_a_prefetch_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_never_slows_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, seconds = take_turns(40, PASSES), READ / 8
     for other in ("EARLY", "EARLY_IF_STEADY"):  # the other rule that bounds it
         monkeypatch.setattr(shares, other, 1)
@@ -122,7 +122,7 @@ def test_a_prefetch_does_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert careful < 0.9 * read_by(keys, 0.8, seconds)
 
 
-def test_what_is_not_needed_yet_is_left_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_not_needed_yet_stays_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound by computing, a loop that fetches as early as it can reads more."""
     keys, seconds = cycle(40, PASSES), 4 * READ
     patient = read_by(keys, 0.8, seconds)
@@ -130,7 +130,7 @@ def test_what_is_not_needed_yet_is_left_on_disk(monkeypatch: pytest.MonkeyPatch)
     assert patient < 0.85 * read_by(keys, 0.8, seconds)
 
 
-def test_what_was_fetched_early_takes_a_sixth_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetched_bytes_take_a_sixth_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Computing that jumps about makes everything look urgent."""
     rng = random.Random(1)
     keys = take_turns(30, PASSES)
@@ -147,7 +147,7 @@ def test_what_was_fetched_early_takes_a_sixth_at_most(monkeypatch: pytest.Monkey
     assert bounded < 0.9 * read()
 
 
-def test_a_quarter_while_times_are_steady(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetched_bytes_with_steady_times_take_a_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound by computing and the disk alike: it takes some groups in reserve to keep both busy."""
     keys = [f"g{i}" for i in range(60)] * PASSES
     sizes = {key: NBYTES * (3 if i < 20 else 1) for i, key in enumerate(keys[:60])}
@@ -162,7 +162,7 @@ def test_a_quarter_while_times_are_steady(monkeypatch: pytest.MonkeyPatch) -> No
     assert reserve < 0.97 * taken()
 
 
-def test_missing_groups_that_lie_close_together_are_fetched_in_time(
+def test_missing_groups_close_together_arrive_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A row of short uses after a row of long ones: the next group or two are not enough."""
@@ -200,15 +200,15 @@ def watch(pauses: Sequence[float]) -> float:
     return seen.computing_seconds(0)
 
 
-def test_computing_is_measured_without_the_waiting() -> None:
+def test_compute_time_excludes_waiting() -> None:
     assert watch([2.0] * 3) == pytest.approx(2.0)
 
 
-def test_a_pause_counts_for_little() -> None:
+def test_pause_counts_for_little() -> None:
     assert watch([2.0] * 5 + [3600.0]) < 2 * 2.0
 
 
-def test_uses_of_one_group_in_a_row_add_up() -> None:
+def test_consecutive_uses_of_a_group_add_up() -> None:
     seen = Prefetcher(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None})
     seen.know(0, 1)
     for _ in range(3):
@@ -220,8 +220,10 @@ def test_uses_of_one_group_in_a_row_add_up() -> None:
 
 
 def on_a_device(runs: Sequence[tuple[int, float, float]]) -> Prefetcher:
-    """After uses on a device that was told of all of them at once: of which group, from when on the
-    device waited for it, and when it began."""
+    """Return uses on a device that was given all of them at once.
+
+    Each is a group, the time from which the device waited for it, and the time when it began.
+    """
     seen = Prefetcher(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None}, timed_by_device=True)
     for number in range(3):
         seen.know(number, 1)
@@ -233,22 +235,22 @@ def on_a_device(runs: Sequence[tuple[int, float, float]]) -> Prefetcher:
     return seen
 
 
-def test_on_a_device_computing_is_what_the_device_does() -> None:
+def test_device_compute_time_is_the_devices() -> None:
     seen = on_a_device([(0, 0.0, 1.0), (1, 3.0, 3.5), (2, 8.0, 8.0), (0, 9.0, 9.0)])
     assert [seen.computing_seconds(n) for n in range(3)] == pytest.approx([2.0, 4.5, 1.0])
 
 
-def test_uses_of_one_group_in_a_row_add_up_on_a_device() -> None:
+def test_consecutive_uses_on_a_device_add_up() -> None:
     seen = on_a_device([(0, 0.0, 0.0), (0, 2.0, 3.0), (1, 4.0, 4.0)])
     assert seen.computing_seconds(0) == pytest.approx(3.0)
 
 
-def test_uses_on_several_streams_take_no_less_than_no_time() -> None:
+def test_uses_on_several_streams_take_nonnegative_time() -> None:
     seen = on_a_device([(0, 0.0, 5.0), (1, 2.0, 3.0), (2, 4.0, 4.0)])
     assert [seen.computing_seconds(n) for n in range(2)] == [0.0, 1.0]
 
 
-def test_of_what_is_gone_a_device_tells_nothing() -> None:
+def test_device_use_of_discarded_group_is_ignored() -> None:
     seen = on_a_device([(0, 0.0, 0.0), (-1, 1.0, 1.0), (1, 5.0, 5.0)])
     assert seen.computing_seconds(0) == pytest.approx(1.0)
     seen.forget(1)
@@ -265,7 +267,7 @@ def bandwidth_after(moves: Callable[[HopSpeed], None]) -> float | None:
     return hop.bandwidth
 
 
-def test_copies_that_share_a_hop_share_its_bandwidth() -> None:
+def test_copies_sharing_a_hop_share_its_bandwidth() -> None:
     def two_at_once(hop: HopSpeed) -> None:
         for _ in range(2):
             hop.begin(100)
@@ -277,7 +279,7 @@ def test_copies_that_share_a_hop_share_its_bandwidth() -> None:
     assert bandwidth_after(two_at_once) == pytest.approx(100.0)
 
 
-def test_what_failed_is_no_measurement() -> None:
+def test_failed_copy_is_not_measured() -> None:
     def fail(hop: HopSpeed) -> None:
         hop.begin(100)
         hop.end(100)
@@ -286,7 +288,7 @@ def test_what_failed_is_no_measurement() -> None:
     assert bandwidth_after(fail) is None
 
 
-def test_the_latest_measurement_counts_most() -> None:
+def test_latest_measurement_counts_most() -> None:
     """The one before it counts four fifths: 180 bytes in 3.8 seconds."""
 
     def slower(hop: HopSpeed) -> None:
@@ -298,7 +300,7 @@ def test_the_latest_measurement_counts_most() -> None:
     assert bandwidth_after(slower) == pytest.approx(180 / 3.8)
 
 
-def test_what_one_use_took_moves_what_is_expected_by_a_quarter() -> None:
+def test_one_use_moves_the_estimate_by_a_quarter() -> None:
     assert watch([2.0, 4.0]) == pytest.approx(2.5)
     assert watch([2.0, 8.0]) == pytest.approx(3.5)
     assert watch([2.0, 9.0]) == pytest.approx(3.5), "more than four times as long: a pause"
@@ -325,7 +327,7 @@ def looking_at(
         assert schedule.known.number(f"g{number}") == number
         seen.know(number, nbytes)
     for number in there:
-        seen.took(number, Tier.HOST)
+        seen.placed(number, Tier.HOST)
     for _ in range(2):
         for number in range(len(sizes)):
             schedule.advance_past(f"g{number}")
@@ -349,14 +351,14 @@ def fetched(seen: Prefetcher) -> int | None:
     return None if found is None else found[0]
 
 
-def test_four_hundred_uses_are_looked_at() -> None:
+def test_estimate_covers_four_hundred_uses() -> None:
     for last, found in ((399, 399), (400, None)):
         seen = looking_at([1] * 450, there=set(range(450)) - {last})
         assert fetched(seen) == found
 
 
 @pytest.mark.parametrize(("nbytes", "found"), [(12 << 20, 1), ((12 << 20) + 1, None)])
-def test_32_mib_keep_a_hop_busy(nbytes: int, found: int | None) -> None:
+def test_hop_with_32_mib_queued_is_busy(nbytes: int, found: int | None) -> None:
     seen = looking_at([20 << 20, nbytes], there=[0])
     seen.hops[HOP].begin(20 << 20)
     assert fetched(seen) == found
@@ -365,7 +367,7 @@ def test_32_mib_keep_a_hop_busy(nbytes: int, found: int | None) -> None:
 
 
 @pytest.mark.parametrize(("computing", "found"), [(1.65, 1), (1.66, None)])
-def test_a_group_is_fetched_when_it_could_be_late(computing: float, found: int | None) -> None:
+def test_group_that_could_be_late_is_fetched(computing: float, found: int | None) -> None:
     """100 bytes take a second: 1.15 at worst, and half of one beyond that."""
     seen = looking_at([100, 100], there=[0])
     compute(seen, 0, computing)
@@ -375,7 +377,7 @@ def test_a_group_is_fetched_when_it_could_be_late(computing: float, found: int |
 @pytest.mark.parametrize(
     ("spent", "found"), [(0.0, None), (2.34, None), (2.36, 2), (4.0, 2), (9.0, 2)]
 )
-def test_of_the_use_that_goes_on_what_is_left_counts(spent: float, found: int | None) -> None:
+def test_use_in_progress_counts_its_remainder(spent: float, found: int | None) -> None:
     """It takes four seconds, or longer than ever. The same 1.65 seconds are needed as above."""
     schedule = LearnedOrder()
     seen = looking_at([100, 100, 100], [0, 1], schedule=schedule)
@@ -389,24 +391,24 @@ def test_of_the_use_that_goes_on_what_is_left_counts(spent: float, found: int | 
 
 
 @pytest.mark.parametrize(("regular", "found"), [(44, None), (45, 3)])
-def test_45_regular_uses_are_steady(regular: int, found: int | None) -> None:
+def test_steadiness_needs_45_regular_uses(regular: int, found: int | None) -> None:
     """Each leaves 0.95 of the surprise that was left: 0.95 ** 44 is 0.105, 0.95 ** 45 is 0.099.
 
     Then 20 bytes of 80 may wait to be used, and not 13 only.
     """
     seen = looking_at([10] * 5, there=[0, 1, 2], budget=80)
-    seen.took_early(2, Tier.HOST)
+    seen.fetched_early(2, Tier.HOST)
     for _ in range(1 + regular):  # of the first, nothing was expected
         compute(seen, 0, 0.01)
     assert fetched(seen) == found
 
 
 @pytest.mark.parametrize(("regular", "found"), [(49, None), (50, 3)])
-def test_a_use_that_takes_twice_as_long_surprises_by_half(regular: int, found: int | None) -> None:
+def test_use_of_double_length_surprises_by_half(regular: int, found: int | None) -> None:
     """As does one that takes half as long. Half of 0.05 and 0.95 ** 51 are 0.098, below 0.1."""
     for irregular in (0.02, 0.005):
         seen = looking_at([10] * 5, there=[0, 1, 2], budget=80)
-        seen.took_early(2, Tier.HOST)
+        seen.fetched_early(2, Tier.HOST)
         for seconds in [0.01] * (1 + regular) + [irregular]:
             compute(seen, 0, seconds)
         assert fetched(seen) == found
@@ -416,21 +418,21 @@ def foretelling(sizes: Sequence[int], named: int, there: Iterable[int]) -> Prefe
     """`looking_at` a tier of 100 bytes; the caller says that the first groups come next."""
     schedule = LearnedOrder()
     seen = looking_at(sizes, there, 100, schedule)
-    schedule.known.expect(f"g{number}" for number in range(named))
+    schedule.known.prefetch(f"g{number}" for number in range(named))
     return seen
 
 
-def test_what_is_foretold_may_take_half_of_the_tier_or_be_one_group() -> None:
+def test_expected_bytes_take_half_a_tier_or_one_group() -> None:
     assert fetched(foretelling([60, 1], named=1, there=[])) == 0
     assert fetched(foretelling([30, 20, 1], named=2, there=[0])) == 1
     assert fetched(foretelling([30, 21, 1], named=2, there=[0])) is None
 
 
-def test_what_comes_right_after_is_fetched_whatever_that_takes() -> None:
+def test_next_group_is_fetched_at_any_cost() -> None:
     schedule = LearnedOrder()
     seen = looking_at([60, 1, 1], [0], 100, schedule)
     schedule.advance_past("g0")
-    schedule.known.expect(["g0"])
+    schedule.known.prefetch(["g0"])
     assert schedule.ahead(2).tolist() == [0, 1, 2]
     assert fetched(seen) == 1
 
@@ -443,7 +445,7 @@ def test_what_comes_right_after_is_fetched_whatever_that_takes() -> None:
         (40, 159, None),  # a quarter of the tier has 39
     ],
 )
-def test_about_two_groups_are_fetched_ahead_of_all_measuring(
+def test_two_groups_are_fetched_before_any_measurement(
     large: int, budget: int, found: int | None
 ) -> None:
     """The next three have 40 bytes: as many as two average groups, and as a quarter of the tier."""
@@ -452,19 +454,19 @@ def test_about_two_groups_are_fetched_ahead_of_all_measuring(
     assert fetched(seen) == found
 
 
-def test_what_is_hoped_for_in_host_memory_only_goes_no_nearer() -> None:
+def test_host_prefetch_goes_no_nearer() -> None:
     schedule = LearnedOrder()
     budgets = {Tier.DEVICE: 10, Tier.HOST: 10, Tier.DISK: None}
     seen = Prefetcher(schedule, budgets)
     seen.know(schedule.known.number("g0"), 1)
-    schedule.known.expect(["g0"])
+    schedule.known.prefetch(["g0"])
     for highest, hoped in ((Tier.HOST, False), (Tier.DEVICE, True)):
         seen.aim(0, highest)
         assert (seen.next_missing(Tier.DEVICE) is not None) == hoped
         assert seen.next_missing(Tier.HOST) is not None
 
 
-def test_who_is_not_known_is_never_missing() -> None:
+def test_unknown_key_is_never_missing() -> None:
     """Some of what the schedule expects was never known here, or is gone."""
     schedule = LearnedOrder()
     seen = Prefetcher(schedule, {Tier.HOST: 10, Tier.DISK: None})

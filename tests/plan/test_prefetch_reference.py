@@ -1,7 +1,7 @@
-"""When to fetch early, against a slow reference that follows the descriptions word by word.
+"""The prefetcher against a slow reference that follows the descriptions word by word.
 
-It has sets and lists instead of arrays, and keeps what was measured instead of averages of it. Both
-are told the same random histories, and must answer the same at every step.
+The reference has sets and lists instead of arrays, and keeps every measurement instead of averages.
+Both get the same random histories, and must answer the same at every step.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class ScriptedKeys(KnownKeys):
         super().__init__()
         self.script: list[int] = []
 
-    def foretold(self) -> int:
+    def prefetched_count(self) -> int:
         return len(self.script)
 
-    def named(self) -> Numbers:
+    def prefetched_numbers(self) -> Numbers:
         return np.array(self.script, dtype=np.int64)
 
 
 class Scripted(LearnedOrder):
-    """Expects what it is told to: first what the caller `named`, then what was `learned`."""
+    """Expects fixed keys: first those that the caller `named`, then the `learned` ones."""
 
     def __init__(self) -> None:
         super().__init__(memory=1, known=ScriptedKeys())
@@ -83,7 +83,7 @@ class Way:
 
 
 class Reference:
-    """What the descriptions in `prefetcher` say. Asked for what is missing, it also tells why."""
+    """Follow the descriptions in `prefetcher`. Also gives the reason for a missing fetch."""
 
     def __init__(
         self,
@@ -112,19 +112,19 @@ class Reference:
     def forget(self, number: int) -> None:
         del self.nbytes[number]
         for tier in self.tiers:
-            self.gave_up(number, tier)
+            self.removed(number, tier)
         if self.running == number:
             self.running = None
 
-    def took(self, number: int, tier: Tier) -> None:
+    def placed(self, number: int, tier: Tier) -> None:
         if tier in self.tiers and (number, tier) not in self.room:
             self.room.add((number, tier))
             self.hopeless.discard(number)
 
-    def took_early(self, number: int, tier: Tier) -> None:
+    def fetched_early(self, number: int, tier: Tier) -> None:
         self.early[number, tier] = self.nbytes[number]
 
-    def gave_up(self, number: int, tier: Tier) -> None:
+    def removed(self, number: int, tier: Tier) -> None:
         self.room.discard((number, tier))
         self.early.pop((number, tier), None)
 
@@ -152,12 +152,12 @@ class Reference:
         self.running = None
 
     def used(self, number: int) -> None:
-        self.came(number)
+        self.leased(number)
         if number != self.running:
             self.running, self.spent = (number, 0.0) if number >= 0 else (None, 0.0)
         self.resumed = self.now
 
-    def came(self, number: int) -> None:
+    def leased(self, number: int) -> None:
         for tier in self.tiers:
             self.early.pop((number, tier), None)
 
@@ -165,7 +165,7 @@ class Reference:
         return all((number, self.tiers[0]) in self.room for number in self.nbytes)
 
     def is_missing(self, number: int, dst: Tier) -> bool:
-        """Whether it is on no tier as near as `dst`, and should be."""
+        """Return whether it is on no tier as near as `dst`, and should be."""
         there = any((number, tier) in self.room for tier in self.tiers if tier <= dst)
         wanted = number in self.nbytes and number not in self.hopeless
         return wanted and not there and self.aims.get(number, Tier.DEVICE) <= dst
@@ -174,7 +174,7 @@ class Reference:
         return sum(self.nbytes.get(number, 0) for number in set(numbers))
 
     def next_missing(self, dst: Tier) -> tuple[str, int | None, list[int]]:
-        """Why, which group, and those before it."""
+        """The reason, the group, and those before it."""
         uses = self.schedule.ahead(400).tolist()
         missing = [place for place in range(len(uses)) if self.is_missing(uses[place], dst)]
         if not missing:
@@ -211,7 +211,7 @@ class Reference:
     def why_now(
         self, uses: Sequence[int], missing: Sequence[int], dst: Tier
     ) -> str | tuple[str, str]:
-        """Why it is time; or why it is not, and nothing."""
+        """Return the reason to fetch now, or the reason not to, and nothing."""
         first, foretold = missing[0], len(self.schedule.named)
         budget, speed = self.budgets[dst], self.ways[dst].bandwidth()
         room = math.inf if budget is None else budget
@@ -304,7 +304,7 @@ class History:
             self.tell("forget", self.known())
 
     def expect(self) -> None:
-        """What is expected may be forgotten already, but the caller names what there is."""
+        """An expected group may be forgotten already, but the caller names existing ones."""
         known = list(self.reference.nbytes)
         ever = [*known, *range(12)]
         self.schedule.named[:] = self.rng.sample(
@@ -329,10 +329,10 @@ class History:
     def change_room(self) -> None:
         number, tier = self.known(), self.rng.choice([*self.budgets, Tier.HOST])
         if number >= 0:
-            self.tell(self.rng.choice(["took", "took", "gave_up"]), number, tier)
+            self.tell(self.rng.choice(["placed", "placed", "removed"]), number, tier)
 
     def hint(self) -> None:
-        self.tell("came", self.rng.choice([self.known(), -1]))
+        self.tell("leased", self.rng.choice([self.known(), -1]))
         self.tell("aim", self.rng.choice([self.known(), -1]), self.rng.choice(self.tiers))
         if self.rng.random() < 0.2 and self.reference.nbytes:
             self.tell("pass_over", self.known())
@@ -340,9 +340,9 @@ class History:
     def fly(self, number: int, dst: Tier, *, early: bool) -> None:
         flight = Flight(number, self.reference.nbytes[number], dst, self.ours.now)
         self.flights.append(flight)
-        self.tell("took", number, dst)
+        self.tell("placed", number, dst)
         if early:
-            self.tell("took_early", number, dst)
+            self.tell("fetched_early", number, dst)
         self.ours.hops[self.below[dst], dst].begin(flight.nbytes)
         self.reference.ways[dst].moving.append(flight.nbytes)
 
@@ -400,7 +400,7 @@ OFTEN = [
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_it_fetches_what_its_description_says(seed: int) -> None:
+def test_prefetch_matches_the_reference(seed: int) -> None:
     seen: Counter[str] = Counter()
     rng = random.Random(seed)
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""What a planner tells who asks: who waits, what is lent and there; and hits without a demand."""
+"""The planner's answers: waiters, leases and residents; and hits without a demand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ids(*names: str) -> set[object]:
 
 
 @pytest.mark.parametrize("demanded", [True, False])
-def test_a_hit_teaches_as_much_as_a_lease_that_was_demanded(demanded: bool) -> None:
+def test_hit_teaches_as_much_as_a_demanded_lease(demanded: bool) -> None:
     """Uses that compute for three seconds, and the order of two groups."""
     now, schedule = 0.0, LearnedOrder()
     planner = driver_of({HOST: 20, DISK: None}, ByName(), schedule, lambda: now)
@@ -48,14 +48,14 @@ def test_a_hit_teaches_as_much_as_a_lease_that_was_demanded(demanded: bool) -> N
     assert planner.waited_for() == set()
 
 
-def test_a_hit_meets_nobody_elses_demand() -> None:
+def test_hit_meets_no_other_owners_demand() -> None:
     planner = planner_of(10)
     bring(planner, "a", 10)
     planner.demand("a")
     assert planner.lease("a", Access.READ, demanded=False)
     planner.release("a", Access.READ)
     assert planner.waited_for() == ids("a")
-    planner.claim("b", 10, use_order=UseOrder.ANNOUNCED)
+    planner.claim("b", 10, use_order=UseOrder.PREFETCHED)
     assert told(planner) == [], "somebody still waits for a"
     assert planner.lease("a", Access.READ)
     assert planner.waited_for() == ids("b")
@@ -64,7 +64,7 @@ def test_a_hit_meets_nobody_elses_demand() -> None:
 
 
 @pytest.mark.parametrize("demanded", [True, False])
-def test_what_was_to_leave_stays_after_a_hit(demanded: bool) -> None:
+def test_hit_keeps_a_copy_about_to_leave(demanded: bool) -> None:
     planner = planner_of(10)
     put(planner, "a", 5)
     planner.offload("a")
@@ -78,7 +78,7 @@ def test_what_was_to_leave_stays_after_a_hit(demanded: bool) -> None:
     assert planner.residence("a") == (HOST, DISK)
 
 
-def test_without_a_hit_it_leaves() -> None:
+def test_copy_about_to_leave_without_a_hit_leaves() -> None:
     """The control of the test before."""
     planner = planner_of(10)
     put(planner, "a", 5)
@@ -87,10 +87,10 @@ def test_without_a_hit_it_leaves() -> None:
     assert told(planner) == ["a: HOST to DISK!", "a leaves HOST"]
 
 
-# Who waits ---------------------------------------------------------------------------------------
+# Waiters -----------------------------------------------------------------------------------------
 
 
-def test_all_of_whom_somebody_wants_anything_are_waited_for() -> None:
+def test_waiting_covers_every_request() -> None:
     planner = planner_of(10, 20)
     hold(planner, "held", 10)
     for name in "ab":
@@ -98,8 +98,8 @@ def test_all_of_whom_somebody_wants_anything_are_waited_for() -> None:
     assert planner.waited_for() == set()
     planner.demand("a")
     planner.demand_on_host("b", HostAccess.READ)
-    planner.claim("c", 5, use_order=UseOrder.ANNOUNCED)
-    planner.expect(["a"])  # a hope is nobody's who waits
+    planner.claim("c", 5, use_order=UseOrder.PREFETCHED)
+    planner.expect(["a"])  # a prefetch has no waiter
     assert planner.waited_for() == ids("a", "b", "c")
     planner.withdraw_on_host("b", HostAccess.READ)
     planner.withdraw("c")
@@ -108,7 +108,7 @@ def test_all_of_whom_somebody_wants_anything_are_waited_for() -> None:
     assert planner.waited_for() == set()
 
 
-def test_who_waits_for_a_save_waits_until_it_is_done() -> None:
+def test_save_waiter_waits_until_the_save_is_done() -> None:
     planner = planner_of(10)
     put(planner, "a", 5)
     planner.save("a")
@@ -117,7 +117,7 @@ def test_who_waits_for_a_save_waits_until_it_is_done() -> None:
     assert planner.waited_for() == set()
 
 
-def test_what_has_room_set_aside_is_waited_for_until_its_bytes_are_half_way() -> None:
+def test_reserved_space_is_awaited_until_its_bytes_are_half_way() -> None:
     planner = planner_of(10, 10)
     register(planner, "a", 5)
     planner.demand("a")
@@ -127,10 +127,10 @@ def test_what_has_room_set_aside_is_waited_for_until_its_bytes_are_half_way() ->
     assert planner.waited_for() == set()
 
 
-# What there is -----------------------------------------------------------------------------------
+# Residents ---------------------------------------------------------------------------------------
 
 
-def test_groups_are_there_until_their_last_copy_is_gone() -> None:
+def test_group_exists_until_its_last_copy_is_gone() -> None:
     planner = planner_of(10)
     assert planner.groups() == planner.leased() == set()
     lend(planner, "lent", 5)
@@ -143,7 +143,7 @@ def test_groups_are_there_until_their_last_copy_is_gone() -> None:
     assert planner.groups() == ids("a") and planner.leased() == set()
 
 
-def test_what_is_leased_in_host_memory_is_leased() -> None:
+def test_host_leased_group_counts_as_leased() -> None:
     planner = planner_of(10)
     hold(planner, "a", 5, HostAccess.PERMANENT)
     assert planner.leased() == ids("a")
@@ -151,7 +151,7 @@ def test_what_is_leased_in_host_memory_is_leased() -> None:
     assert planner.leased() == set()
 
 
-def test_sizes_and_times_are_those_that_were_told() -> None:
+def test_sizes_and_times_are_as_reported() -> None:
     planner = planner_of(10, 20)
     assert planner.bandwidth(DISK, HOST) is None
     planner.measure_transfer(DISK, HOST, 6, 0.0, 2.0)
@@ -175,7 +175,7 @@ def fetched(planner: Driver) -> list[str]:
     return order
 
 
-def test_the_latest_word_on_what_comes_counts() -> None:
+def test_expectation_latest_wins() -> None:
     for expected, order in ((["ab"], "ab"), (["ab", "b"], "ab"), (["ab", "a"], "ba")):
         planner = planner_of(20)
         hold(planner, "held", 20)
@@ -188,7 +188,7 @@ def test_the_latest_word_on_what_comes_counts() -> None:
         assert planner.arriving(order[0]), f"{order[0]} is next"
 
 
-def test_what_is_expected_twice_is_fetched_once() -> None:
+def test_expectation_repeated_is_fetched_once() -> None:
     planner = planner_of(80)
     for name in "ab":
         register(planner, name, 5)
@@ -196,7 +196,7 @@ def test_what_is_expected_twice_is_fetched_once() -> None:
     assert sorted(fetched(planner)) == ["a", "b"]
 
 
-def test_of_what_is_discarded_nothing_is_expected() -> None:
+def test_discarded_group_is_not_expected() -> None:
     schedule = LearnedOrder()
     planner = driver_of({HOST: 20, DISK: None}, ByName(), schedule)
     lend(planner, "gone", 5)
@@ -204,15 +204,15 @@ def test_of_what_is_discarded_nothing_is_expected() -> None:
     assert told(planner) == ["gone leaves DISK"]
     register(planner, "a", 5)
     planner.expect(["gone", "a"])
-    assert schedule.known.foretold() == 1
+    assert schedule.known.prefetched_count() == 1
     assert fetched(planner) == ["a"]
 
 
-def test_a_group_that_was_never_there_is_expected_by_nobody() -> None:
+def test_unknown_group_is_not_expected() -> None:
     schedule = LearnedOrder()
     planner = driver_of({HOST: 20, DISK: None}, ByName(), schedule)
     register(planner, "a", 5)
     with pytest.raises(KeyError):
         planner.expect(["a", "nobody"])
-    assert schedule.known.foretold() == 0, "nothing has changed"
+    assert schedule.known.prefetched_count() == 0, "nothing has changed"
     assert told(planner) == []

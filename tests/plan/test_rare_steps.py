@@ -37,11 +37,11 @@ def use(world: World, key: GroupId) -> None:
     land_all(world)
 
 
-# What is just being put --------------------------------------------------------------------------
+# Puts under way ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budgets", [TWO, THREE])
-def test_a_demand_for_what_is_just_being_put_waits_for_it(budgets: dict[Tier, int | None]) -> None:
+def test_demand_during_a_put_waits_for_it(budgets: dict[Tier, int | None]) -> None:
     world = World(budgets)
     key = world.claim(5)
     assert key is not None
@@ -55,7 +55,7 @@ def test_a_demand_for_what_is_just_being_put_waits_for_it(budgets: dict[Tier, in
     world.finish()
 
 
-def test_who_wants_to_hold_what_is_to_be_put_waits_until_it_has_room_and_is_there() -> None:
+def test_host_lease_during_a_put_waits_until_it_is_there() -> None:
     world = World({Tier.HOST: 10, Tier.DISK: None})
     other = world.demand(world.register(8))
     assert other is not None
@@ -72,7 +72,7 @@ def test_who_wants_to_hold_what_is_to_be_put_waits_until_it_has_room_and_is_ther
     world.finish()
 
 
-def test_a_save_of_what_is_just_being_put_is_done_when_it_is_there() -> None:
+def test_save_during_a_put_is_done_on_arrival() -> None:
     world = World(TWO)
     key = world.claim(5)
     assert key is not None
@@ -88,7 +88,7 @@ def test_a_save_of_what_is_just_being_put_is_done_when_it_is_there() -> None:
 # Holding -----------------------------------------------------------------------------------------
 
 
-def test_who_waits_to_hold_what_is_discarded_meanwhile_may_still_withdraw() -> None:
+def test_host_lease_of_discarded_group_can_be_withdrawn() -> None:
     world = World(TWO)
     key = world.register(5)
     holder = world.fetch(key)
@@ -104,7 +104,7 @@ def test_who_waits_to_hold_what_is_discarded_meanwhile_may_still_withdraw() -> N
 
 
 @pytest.mark.parametrize("budgets", [TWO, THREE])
-def test_a_copy_is_arriving_until_it_is_there(budgets: dict[Tier, int | None]) -> None:
+def test_copy_is_arriving_until_it_is_there(budgets: dict[Tier, int | None]) -> None:
     world = World(budgets)
     key = world.register(5)
     assert not world.planner.arriving(key)
@@ -118,7 +118,7 @@ def test_a_copy_is_arriving_until_it_is_there(budgets: dict[Tier, int | None]) -
     world.finish()
 
 
-def test_a_copy_on_its_way_to_the_disk_is_not_arriving() -> None:
+def test_copy_moving_to_disk_is_not_arriving() -> None:
     world = World(TWO)
     key = put(world, 5)
     world.save(key)
@@ -128,7 +128,7 @@ def test_a_copy_on_its_way_to_the_disk_is_not_arriving() -> None:
 
 
 @pytest.mark.parametrize("budgets", [TWO, THREE])
-def test_what_is_nowhere_else_stays_when_it_is_put_away(budgets: dict[Tier, int | None]) -> None:
+def test_flush_of_the_only_copy_keeps_it(budgets: dict[Tier, int | None]) -> None:
     world = World(budgets)
     key = put(world, 5)
     world.step(MemoryReleased(key))
@@ -148,7 +148,7 @@ def spill(world: World, key: GroupId) -> int:
     return sum(i.nbytes for i in world.books.followed[before:] if isinstance(i, Copy))
 
 
-def test_what_is_saved_ahead_is_written_once_and_stays() -> None:
+def test_save_ahead_writes_once_and_keeps_the_copy() -> None:
     world = World(TWO)
     key = put(world, 5)
     assert spill(world, key) == 5
@@ -160,7 +160,7 @@ def test_what_is_saved_ahead_is_written_once_and_stays() -> None:
     world.finish()
 
 
-def test_nothing_is_saved_ahead_without_room_on_disk() -> None:
+def test_save_ahead_without_disk_space_saves_nothing() -> None:
     world = World({Tier.HOST: 20, Tier.DISK: 4})
     key = put(world, 5)
     assert spill(world, key) == 0
@@ -168,7 +168,7 @@ def test_nothing_is_saved_ahead_without_room_on_disk() -> None:
     world.finish()
 
 
-def test_what_is_not_there_is_not_saved_ahead() -> None:
+def test_save_ahead_of_absent_group_does_nothing() -> None:
     world = World(TWO)
     claimed = world.claim(5)
     assert claimed is not None
@@ -181,7 +181,7 @@ def test_what_is_not_there_is_not_saved_ahead() -> None:
     world.finish()
 
 
-def test_a_save_ahead_that_fails_is_told_to_nobody() -> None:
+def test_save_ahead_failure_is_silent() -> None:
     world = World(TWO)
     key = put(world, 5)
     spill(world, key)
@@ -191,7 +191,7 @@ def test_a_save_ahead_that_fails_is_told_to_nobody() -> None:
     world.finish()
 
 
-# What should be kept -----------------------------------------------------------------------------
+# Sticky groups -----------------------------------------------------------------------------------
 
 
 def kept_after(policy: str, kept: Sequence[str], uses: Sequence[str]) -> Scan:
@@ -204,7 +204,7 @@ def kept_after(policy: str, kept: Sequence[str], uses: Sequence[str]) -> Scan:
 
 
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
-def test_what_is_kept_goes_last(policy: str) -> None:
+def test_sticky_group_goes_last(policy: str) -> None:
     scan = kept_after(policy, ["g0"], ["g0", "g1", "g2", "g3", "g4", "g5", "g1"])
     assert Tier.HOST in scan.planner.residence("g0")
     without = kept_after(policy, [], ["g0", "g1", "g2", "g3", "g4", "g5", "g1"])
@@ -212,12 +212,12 @@ def test_what_is_kept_goes_last(policy: str) -> None:
 
 
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
-def test_what_is_kept_goes_when_nothing_else_may(policy: str) -> None:
+def test_sticky_group_goes_when_nothing_else_may(policy: str) -> None:
     scan = kept_after(policy, ["g0", "g1", "g2"], ["g0", "g1", "g2"])
     assert scan.read_by(["g3"]) >= 10, "it was used without being there"
 
 
-def test_a_hope_takes_the_room_of_what_is_kept_only_if_it_is_kept_itself() -> None:
+def test_prefetch_replaces_sticky_group_only_if_sticky() -> None:
     for same in (True, False):
         scan = kept_after("lru", ["g0", "g1", "g2"], ["g0", "g1", "g2"])
         if same:
@@ -230,7 +230,7 @@ def test_a_hope_takes_the_room_of_what_is_kept_only_if_it_is_kept_itself() -> No
 # Telling and asking ------------------------------------------------------------------------------
 
 
-def test_a_copy_that_is_said_to_be_ending_twice_ends_once() -> None:
+def test_copy_reported_ending_twice_ends_once() -> None:
     world = World(TWO)
     key = world.register(5)
     world.demand(key)
@@ -243,7 +243,7 @@ def test_a_copy_that_is_said_to_be_ending_twice_ends_once() -> None:
     world.finish()
 
 
-def test_all_is_there_once_every_group_has_its_place_on_the_fastest_tier() -> None:
+def test_all_resident_once_every_group_is_on_the_fastest_tier() -> None:
     world = World(TWO)
     first, second = world.register(5), world.register(6)
     assert not world.planner.all_there()
@@ -255,7 +255,7 @@ def test_all_is_there_once_every_group_has_its_place_on_the_fastest_tier() -> No
     world.finish()
 
 
-def test_two_demands_for_one_group_are_met_one_by_one() -> None:
+def test_two_demands_for_a_group_are_met_one_by_one() -> None:
     world = World(TWO)
     key = world.register(5)
     waiters = [world.demand(key), world.demand(key)]
@@ -274,7 +274,7 @@ def test_two_demands_for_one_group_are_met_one_by_one() -> None:
 
 
 @pytest.mark.parametrize("leases", [0, 1])
-def test_who_is_stuck_is_told_only_once_nobody_can_give_anything_back(leases: int) -> None:
+def test_blocked_request_fails_only_when_nothing_can_be_freed(leases: int) -> None:
     world = World({Tier.HOST: 10, Tier.DISK: None})
     kept = world.fetch(world.register(6), HostAccess.PERMANENT)
     assert kept is not None
@@ -290,11 +290,11 @@ def test_who_is_stuck_is_told_only_once_nobody_can_give_anything_back(leases: in
     if lent is not None:
         world.release(lent)
         assert world.wake(waiter)
-    assert "6 bytes are in use there for good" in str(world.errors[-1][1])
+    assert "6 bytes are in use there permanently" in str(world.errors[-1][1])
     world.finish()
 
 
-def test_who_waits_for_a_changed_group_to_leave_the_device_is_told_what_has_no_room() -> None:
+def test_blocked_update_names_the_group_without_space() -> None:
     """It must pass through host memory, where too much is in use for good."""
     world = World({Tier.DEVICE: 8, Tier.HOST: 8, Tier.DISK: None})
     changed, small = world.register(8), world.register(1)
@@ -310,14 +310,14 @@ def test_who_waits_for_a_changed_group_to_leave_the_device_is_told_what_has_no_r
     assert waiter is not None and world.wake(waiter)
     error = world.errors[-1][1]
     assert isinstance(error, BudgetError) and (error.tier, error.budget) == ("HOST", 8)
-    assert "1 bytes are in use there for good, which leaves no room for group 'file 1'" in str(
+    assert "1 bytes are in use there permanently, which leaves no space for group 'file 1'" in str(
         error
     )
     assert "raise ram_budget" in str(error)
     world.finish()
 
 
-def test_a_group_says_where_it_is_how_far_and_whether_a_file_holds_it() -> None:
+def test_group_reports_tier_progress_and_backing_file() -> None:
     schedule = LearnedOrder()
     planner = driver_of(TWO, RankingPolicy(FarthestNextUse(schedule)), schedule)
     planner.register("a", 5)
@@ -342,7 +342,7 @@ def test_a_group_says_where_it_is_how_far_and_whether_a_file_holds_it() -> None:
 
 
 @pytest.mark.parametrize("budgets", [TWO, THREE])
-def test_room_for_new_values_is_nothing_that_others_could_hold(
+def test_update_reservation_cannot_be_leased_by_others(
     budgets: dict[Tier, int | None],
 ) -> None:
     world = World(budgets)
@@ -357,7 +357,7 @@ def test_room_for_new_values_is_nothing_that_others_could_hold(
     world.finish()
 
 
-def test_new_values_are_held_where_the_old_ones_never_were() -> None:
+def test_update_of_absent_values_is_granted() -> None:
     world = World(TWO)
     key = world.register(5)
     renewing = world.fetch(key, HostAccess.RENEW)
@@ -371,7 +371,7 @@ def test_new_values_are_held_where_the_old_ones_never_were() -> None:
     world.finish()
 
 
-def test_what_is_held_for_good_is_said_to_be() -> None:
+def test_permanent_host_lease_is_reported() -> None:
     world = World(TWO)
     key = world.register(5)
     for purpose in (HostAccess.READ, HostAccess.UPDATE, HostAccess.PERMANENT):
@@ -386,7 +386,7 @@ def test_what_is_held_for_good_is_said_to_be() -> None:
     world.finish()
 
 
-def test_a_save_waits_for_who_changes_the_group() -> None:
+def test_save_waits_for_an_updater() -> None:
     world = World(TWO)
     key = put(world, 5)
     waiter = world.demand(key, Access.UPDATE)

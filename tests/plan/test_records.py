@@ -13,7 +13,7 @@ from tierstore.plan.records import CopyRecord, GroupRecord, State
 from tierstore.plan.schedule import LearnedOrder
 
 
-def test_of_a_new_record_nothing_is_known_but_what_is_said() -> None:
+def test_record_new_has_only_given_fields() -> None:
     group, copy = GroupRecord(GroupId("a", 1), 5), CopyRecord(State.RESERVED)
     assert (group.sticky, group.forgotten) == (False,) * 2
     assert group.use_order is UseOrder.LEARNED
@@ -23,20 +23,20 @@ def test_of_a_new_record_nothing_is_known_but_what_is_said() -> None:
     assert (copy.began, copy.readers, copy.unwanted, copy.ending) == (0.0, 0, False, False)
 
 
-def test_a_record_has_what_is_declared_and_nothing_else() -> None:
+def test_record_has_only_declared_fields() -> None:
     """A name that is spelled wrongly is an error, and no new belief."""
     for record in (GroupRecord(GroupId("a", 1), 5), CopyRecord(State.RESERVED)):
         with pytest.raises(AttributeError):
             record.reader = 1  # type: ignore[union-attr]
 
 
-def test_what_was_found_is_not_changed_by_who_finds_it() -> None:
+def test_record_lookup_changes_nothing() -> None:
     found = RecoveredGroup(GroupId("a", 0), 5, ())
     with pytest.raises(AttributeError):
         found.nbytes = 6  # type: ignore[misc]
 
 
-def test_a_group_moves_if_any_of_its_copies_does() -> None:
+def test_group_moves_if_any_copy_moves() -> None:
     group = GroupRecord(GroupId("a", 1), 5)
     group.copies = {Tier.HOST: CopyRecord(State.PRESENT), Tier.DISK: CopyRecord(State.PRESENT)}
     assert not group.moving()
@@ -49,13 +49,13 @@ def test_a_group_moves_if_any_of_its_copies_does() -> None:
 
 
 @pytest.mark.parametrize("backing", [None, Tier.DISK])
-def test_only_what_a_checkpoint_holds_is_free_and_only_on_its_tier(backing: Tier | None) -> None:
+def test_copy_on_a_checkpoints_tier_alone_is_free(backing: Tier | None) -> None:
     group = GroupRecord(GroupId("a", 1), 5, backing)
     expected = {Tier.DEVICE: 5, Tier.HOST: 5, Tier.DISK: 0 if backing else 5}
     assert {tier: group.cost(tier) for tier in TIERS.values()} == expected
 
 
-def test_a_name_is_that_of_its_newest_version() -> None:
+def test_name_means_its_newest_version() -> None:
     old, new = GroupId("a", 1), GroupId("a", 2)
     schedule = LearnedOrder()
     budgets = {Tier.HOST: 20, Tier.DISK: None}
@@ -81,7 +81,7 @@ def test_a_name_is_that_of_its_newest_version() -> None:
     planner.check()
 
 
-def test_a_record_counts_what_is_valid_and_what_moves() -> None:
+def test_record_counts_valid_and_moving_copies() -> None:
     group = GroupRecord(GroupId("a", 1), 7, Tier.DISK)
     group.copies[Tier.DISK] = CopyRecord(State.PRESENT)
     assert not group.valid_elsewhere(Tier.DISK)

@@ -15,10 +15,10 @@ from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Drop, Forget, Reserve
 from tierstore.model.tiers import TIERS, Access, HostAccess, Tier, UseOrder
 from tierstore.plan.eviction import Eviction
-from tierstore.plan.known_events import KnownEvents
 from tierstore.plan.movement import Movement
 from tierstore.plan.policy import Policy, policy_named
 from tierstore.plan.records import State
+from tierstore.plan.registration_events import RegistrationEvents
 from tierstore.plan.schedule import LearnedOrder
 
 # --- in random histories --------------------------------------------------------------------------
@@ -48,14 +48,14 @@ def recovered(world: World, policy: str) -> tuple[Driver, Policy]:
     table, requests, prefetcher = fresh.table, fresh.requests, fresh.prefetcher
     eviction = Eviction(table, requests, ranking, prefetcher)
     movement = Movement(table, requests, eviction, prefetcher)
-    known = KnownEvents(table, requests, movement, schedule, prefetcher)
+    known = RegistrationEvents(table, requests, movement, schedule, prefetcher)
     found = tuple(world.found(key) for key in world.books.entries)
     assert known.recovered(Recovered(found)), "there may be something to pursue"
     return fresh, ranking
 
 
 def beliefs(planner: Driver, policy: Policy) -> dict[str, Any]:
-    """All that a planner believes, but for wishes, and for room that nothing is on its way to."""
+    """Return the planner's state, without wishes and without reservations that nothing moves to."""
     table, groups = planner.table, planner.table.groups
     there = {
         key: {t: c for t, c in group.copies.items() if c.state is not State.RESERVED}
@@ -89,9 +89,9 @@ NAMES = ("numbered", "numbers", "newest")
 
 
 def has_lost_a_name(planner: Driver) -> bool:
-    """Whether a newer version had the name of a group that is there, and is gone.
+    """Return whether a newer version took a present group's name, and is gone.
 
-    The old planner does not know the group by its name again; the new one does.
+    The old planner does not find the group by its name again; the new one does.
     """
     groups = [g for g in planner.table.groups.values() if not g.forgotten]
     return any(group.id.key not in planner.table.newest for group in groups)
@@ -99,7 +99,7 @@ def has_lost_a_name(planner: Driver) -> bool:
 
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("first", range(0, 60, 10))
-def test_it_believes_what_the_one_before_it_did(first: int, remote: bool) -> None:
+def test_recovered_planner_equals_its_predecessor(first: int, remote: bool) -> None:
     seen: Counter[str] = Counter()
     for seed in set(range(first, first + 10)).difference(FULL if remote else ()):
         policies = Policies(["next-use", "lru"][seed % 2])
@@ -142,14 +142,14 @@ def taken(
     return planner
 
 
-def test_without_anything_there_is_nothing_to_do() -> None:
+def test_recovered_without_groups_has_nothing_to_do() -> None:
     planner = taken()
     assert planner.instructions() == []
     assert planner.idle() and planner.all_there()
     assert planner.used == planner.peak == {Tier.HOST: 0, Tier.DISK: 0}
 
 
-def test_room_is_counted_as_it_is_taken() -> None:
+def test_recovered_space_counts_as_taken() -> None:
     stock = [
         found("a", Tier.HOST, Tier.DISK, nbytes=3),
         found("b", Tier.DISK, nbytes=4, backing=Tier.DISK),
@@ -163,7 +163,7 @@ def test_room_is_counted_as_it_is_taken() -> None:
     assert not planner.idle()
 
 
-def test_a_copy_under_way_is_measured_from_when_stock_was_taken() -> None:
+def test_recovered_copy_is_measured_from_the_inventory() -> None:
     now = [100.0]
     stock = found("a", Tier.HOST, Tier.DISK, nbytes=6, moves=((Tier.DISK, Tier.HOST),))
     planner = taken(stock, clock=lambda: now[0])
@@ -174,7 +174,7 @@ def test_a_copy_under_way_is_measured_from_when_stock_was_taken() -> None:
     planner.check()
 
 
-def test_all_is_there_if_it_was_or_is_arriving() -> None:
+def test_recovered_all_resident_counts_arrivals() -> None:
     both = Tier.HOST, Tier.DISK
     coming = ((Tier.DISK, Tier.HOST),)
     assert taken(found("a", *both), found("b", *both, moves=coming)).all_there()
@@ -184,7 +184,7 @@ def test_all_is_there_if_it_was_or_is_arriving() -> None:
     assert taken(old, found("b", *both)).all_there(), "what is gone is missed by nobody"
 
 
-def test_what_somebody_wants_to_put_gets_its_room() -> None:
+def test_recovered_put_request_gets_its_space() -> None:
     planner = taken(found("a", claimed=True, visible=False))
     assert planner.instructions() == [Reserve("a", 5, Tier.HOST)]
     assert planner.granted("a")
@@ -193,7 +193,7 @@ def test_what_somebody_wants_to_put_gets_its_room() -> None:
     planner.check()
 
 
-def test_what_somebody_fills_has_its_room_already() -> None:
+def test_recovered_put_being_filled_has_its_space() -> None:
     planner = taken(found("a", Tier.HOST, claimed=True, visible=False))
     assert planner.instructions() == []
     assert planner.granted("a") and planner.residence("a") == () and not planner.idle()
@@ -202,7 +202,7 @@ def test_what_somebody_fills_has_its_room_already() -> None:
     assert planner.instructions() == [Drop("a", 5, Tier.HOST), Forget("a")]
 
 
-def test_what_readers_see_was_put() -> None:
+def test_recovered_readable_group_was_put() -> None:
     """The step that showed it was cut short before the claim was taken off the list."""
     planner = taken(found("a", Tier.HOST, claimed=True))
     assert planner.residence("a") == (Tier.HOST,) and planner.idle()
@@ -211,7 +211,7 @@ def test_what_readers_see_was_put() -> None:
     planner.check()
 
 
-def test_what_nobody_sees_goes_once_nobody_uses_it() -> None:
+def test_recovered_unreadable_group_goes_after_its_last_use() -> None:
     old, new = GroupId("a", 1), GroupId("a", 2)
     both, read = (Tier.HOST, Tier.DISK), (Access.READ, False)
     planner = taken(found(old, *both, leases=(read, read), visible=False), found(new, Tier.DISK))
@@ -224,14 +224,14 @@ def test_what_nobody_sees_goes_once_nobody_uses_it() -> None:
     planner.check()
 
 
-def test_what_nobody_sees_or_uses_goes_at_once() -> None:
+def test_recovered_unreadable_unused_group_goes_at_once() -> None:
     planner = taken(found("a", Tier.HOST, Tier.DISK, visible=False), found("b", Tier.DISK))
     drops = [Drop("a", 5, Tier.HOST), Drop("a", 5, Tier.DISK), Forget("a")]
     assert planner.instructions() == drops
     assert planner.used == {Tier.HOST: 0, Tier.DISK: 5}
 
 
-def test_a_newer_version_is_known_by_the_name() -> None:
+def test_recovered_newer_version_is_found_by_name() -> None:
     old, new = GroupId("a", 1), GroupId("a", 2)
     planner = taken(found(old, Tier.DISK), found(new, Tier.HOST, claimed=True, visible=False))
     planner.fill(new)
@@ -243,7 +243,7 @@ def test_a_newer_version_is_known_by_the_name() -> None:
 
 
 @pytest.mark.parametrize("access", Access)
-def test_what_is_lent_comes_back(access: Access) -> None:
+def test_recovered_lease_can_be_released(access: Access) -> None:
     tiers = (Tier.HOST,) if access is Access.UPDATE else (Tier.HOST, Tier.DISK)
     planner = taken(found("a", *tiers, leases=((access, False),)))
     planner.demand("a")
@@ -268,7 +268,7 @@ LENT: dict[str, tuple[dict[str, Any], bool]] = {
 
 
 @pytest.mark.parametrize("lent", LENT)
-def test_who_finds_no_room_waits_for_what_will_come_back_only(lent: str) -> None:
+def test_recovered_waiter_waits_only_for_returnable_space(lent: str) -> None:
     options, waits = LENT[lent]
     # The disk is full, too: what is in host memory cannot go there.
     planner = taken(found("a", Tier.HOST, nbytes=8, **options), host=10, disk=0)
@@ -276,7 +276,7 @@ def test_who_finds_no_room_waits_for_what_will_come_back_only(lent: str) -> None
     assert (planner.error_of("b") is None) == waits
 
 
-def test_what_is_held_stays_until_it_is_let_go() -> None:
+def test_recovered_host_lease_stays_until_released() -> None:
     planner = taken(found("a", Tier.HOST, nbytes=8, host_lease=HostAccess.UPDATE), host=10)
     planner.claim("b", 5)
     assert planner.instructions() == []
@@ -286,7 +286,7 @@ def test_what_is_held_stays_until_it_is_let_go() -> None:
     assert taken(found("a", Tier.HOST, host_lease=HostAccess.PERMANENT)).kept("a")
 
 
-def test_what_should_be_kept_goes_last() -> None:
+def test_recovered_sticky_group_goes_last() -> None:
     both = Tier.HOST, Tier.DISK
     for kept in "ab":
         stock = (found(key, *both, sticky=key == kept) for key in "ab")
@@ -296,7 +296,7 @@ def test_what_should_be_kept_goes_last() -> None:
         assert Tier.HOST not in planner.residence("b" if kept == "a" else "a")
 
 
-def test_the_oldest_goes_first_and_was_registered_first() -> None:
+def test_recovered_oldest_goes_first() -> None:
     both = Tier.HOST, Tier.DISK
     planner = taken(*(found(key, *both) for key in "bac"), host=15, policy="lru")
     planner.claim("d", 15)
@@ -309,9 +309,9 @@ def test_the_oldest_goes_first_and_was_registered_first() -> None:
     assert planner.instructions()[0] == Copy("a", 5, Tier.DISK, Tier.HOST), "next in line"
 
 
-def test_of_a_group_that_its_caller_schedules_its_order_says_nothing() -> None:
+def test_recovered_unscheduled_group_order_is_ignored() -> None:
     stock = (
-        found(key, Tier.DISK, use_order=UseOrder.ANNOUNCED if key != "b" else UseOrder.LEARNED)
+        found(key, Tier.DISK, use_order=UseOrder.PREFETCHED if key != "b" else UseOrder.LEARNED)
         for key in "abcd"
     )
     planner = taken(*stock, found("e", Tier.DISK), host=25)
@@ -323,7 +323,7 @@ def test_of_a_group_that_its_caller_schedules_its_order_says_nothing() -> None:
     assert hopes == ["e"], "the others come when their caller says so"
 
 
-def test_what_was_just_being_put_still_is() -> None:
+def test_recovered_put_is_still_under_way() -> None:
     planner = taken(found("a", Tier.HOST, visible=False, claimed=True))
     assert planner.granted("a")
     assert planner.used[Tier.HOST] == 5

@@ -1,4 +1,4 @@
-"""Single steps of the planner, by hand: what is told to whom, and what is learned and foreseen."""
+"""Single steps of the planner: notifications, learning and expectations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tierstore.plan.policy import FarthestNextUse, RankingPolicy
 from tierstore.plan.schedule import LearnedOrder
 
 
-def test_what_a_put_can_never_get_is_refused_at_once() -> None:
+def test_put_above_the_budget_raises() -> None:
     planner = planner_of(10, 20)
     with pytest.raises(BudgetError, match="raise ram_budget to at least 11 bytes"):
         planner.claim("a", 11)
@@ -33,7 +33,7 @@ def test_what_a_put_can_never_get_is_refused_at_once() -> None:
 
 
 @pytest.mark.parametrize(("host", "device"), [(5, 40), (40, 5)])
-def test_what_is_too_large_for_one_tier_on_the_way_up_is_refused(host: int, device: int) -> None:
+def test_request_too_large_for_a_tier_on_its_way_raises(host: int, device: int) -> None:
     planner = planner_of(host, device)
     register(planner, "a", 6)
     with pytest.raises(BudgetError, match="to at least 6 bytes"):
@@ -41,13 +41,13 @@ def test_what_is_too_large_for_one_tier_on_the_way_up_is_refused(host: int, devi
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_what_is_registered_is_expected_in_that_order_unless_its_user_says_when(
+def test_registered_groups_unscheduled_are_expected_in_order(
     announced: bool,
 ) -> None:
     planner = planner_of(100)
     for key in "abc":
         if announced:
-            planner.register(key, 5, use_order=UseOrder.ANNOUNCED)
+            planner.register(key, 5, use_order=UseOrder.PREFETCHED)
         else:
             planner.register(key, 5)
     planner.demand("a")
@@ -58,7 +58,7 @@ def test_what_is_registered_is_expected_in_that_order_unless_its_user_says_when(
     assert ("b: DISK to HOST" in words) == (not announced)
 
 
-def test_what_never_fits_does_not_keep_others_from_being_fetched() -> None:
+def test_oversized_prefetch_does_not_block_others() -> None:
     planner = planner_of(40)
     register(planner, "too large", 41)
     planner.expect(["too large"])
@@ -70,21 +70,21 @@ def test_what_never_fits_does_not_keep_others_from_being_fetched() -> None:
     assert told(planner) == ["a: DISK to HOST!", "b: DISK to HOST"]
 
 
-def test_what_has_no_limit_is_large_enough_for_everything() -> None:
+def test_unlimited_tier_accepts_any_size() -> None:
     planner = driver_of({HOST: None, DEVICE: 5, DISK: None}, ByName(), LearnedOrder())
     register(planner, "a", 5)
     planner.expect(["a"])
     assert told(planner) == ["a: DISK to HOST"]
 
 
-def test_what_is_put_was_seen_before_its_first_use_unless_its_user_says_when() -> None:
+def test_put_groups_without_schedule_count_as_seen() -> None:
     for announced in (True, False):
         schedule = LearnedOrder()
         planner = driver_of(
             {HOST: 100, DISK: None}, RankingPolicy(FarthestNextUse(schedule)), schedule
         )
         for key in "abab":
-            planner.claim(key, 5, use_order=UseOrder.ANNOUNCED if announced else UseOrder.LEARNED)
+            planner.claim(key, 5, use_order=UseOrder.PREFETCHED if announced else UseOrder.LEARNED)
             planner.fill(key)
             planner.demand(key)
             assert planner.lease(key, Access.TAKE)
@@ -92,7 +92,7 @@ def test_what_is_put_was_seen_before_its_first_use_unless_its_user_says_when() -
         assert (schedule.steps_until("a") < 3) == (not announced)
 
 
-def test_the_next_is_hoped_for_when_the_last_bytes_of_the_one_before_move() -> None:
+def test_next_prefetch_starts_with_the_last_bytes_before() -> None:
     """More than 32 MiB on their way take room too early; less leaves the disk idle in between."""
     planner = planner_of(1000 << 20)
     for key in "abc":
@@ -106,7 +106,7 @@ def test_the_next_is_hoped_for_when_the_last_bytes_of_the_one_before_move() -> N
 
 
 @pytest.mark.parametrize("permanent", [True, False])
-def test_only_what_may_come_back_is_waited_for(permanent: bool) -> None:
+def test_waiting_is_only_for_returnable_space(permanent: bool) -> None:
     """Two leases of one group; the first comes back at once."""
     planner = planner_of(10)
     bring(planner, "lent", 6)
@@ -115,7 +115,7 @@ def test_only_what_may_come_back_is_waited_for(permanent: bool) -> None:
         assert planner.lease("lent", Access.READ, permanent=permanent)
     planner.release("lent", Access.READ, permanent=permanent)
     told(planner)
-    planner.claim("a", 5, use_order=UseOrder.ANNOUNCED)
+    planner.claim("a", 5, use_order=UseOrder.PREFETCHED)
     error = planner.error_of("a")
     assert isinstance(error, BudgetError) == permanent
     if isinstance(error, BudgetError):
@@ -125,7 +125,7 @@ def test_only_what_may_come_back_is_waited_for(permanent: bool) -> None:
 
 
 @pytest.mark.parametrize("device", [None, 10])
-def test_who_finds_no_room_beside_what_is_leased_for_good_is_told_on_which_tier(
+def test_blocked_by_permanent_leases_names_the_tier(
     device: int | None,
 ) -> None:
     planner = planner_of(100, device) if device else planner_of(10)
@@ -141,14 +141,14 @@ def test_who_finds_no_room_beside_what_is_leased_for_good_is_told_on_which_tier(
     assert isinstance(error, BudgetError)
     tier, name = ("DEVICE", "device_budget") if device else ("HOST", "ram_budget")
     assert (error.tier, error.budget, error.nbytes) == (tier, 10, 5)
-    assert "6 bytes are in use there for good" in str(error)
+    assert "6 bytes are in use there permanently" in str(error)
     assert f"raise {name} to at least 11 bytes" in str(error)
 
 
-def test_a_hope_gets_the_room_that_a_put_was_withdrawn_from_at_the_next_change() -> None:
+def test_withdrawn_puts_space_goes_to_a_prefetch() -> None:
     planner = planner_of(10)
     put(planner, "a", 5)
-    planner.claim("b", 5, use_order=UseOrder.ANNOUNCED)
+    planner.claim("b", 5, use_order=UseOrder.PREFETCHED)
     assert told(planner) == ["b gets room on HOST"]
     assert not planner.idle()
     planner.withdraw("b")
@@ -156,7 +156,7 @@ def test_a_hope_gets_the_room_that_a_put_was_withdrawn_from_at_the_next_change()
     assert planner.idle() and planner.used[HOST] == 5
 
 
-def test_the_largest_of_those_who_are_stuck_is_told_first_so_that_others_get_on() -> None:
+def test_blocked_requests_fail_largest_first() -> None:
     planner = planner_of(10, 10)
     hold(planner, "held", 5, HostAccess.PERMANENT)
     lend(planner, "lent", 1)
@@ -169,14 +169,12 @@ def test_the_largest_of_those_who_are_stuck_is_told_first_so_that_others_get_on(
     error = planner.error_of("large")
     assert isinstance(error, BudgetError) and planner.error_of("small") is None
     assert (error.tier, error.budget, error.nbytes) == ("HOST", 10, 8)
-    assert "5 bytes are in use there for good" in str(error)
+    assert "5 bytes are in use there permanently" in str(error)
 
 
 @pytest.mark.parametrize("want", ["demand", "fetch"])
 @pytest.mark.parametrize("others", [0, 1])
-def test_nobody_is_told_that_there_is_no_room_while_somebody_is_about_to_wake_up(
-    want: str, others: int
-) -> None:
+def test_blocked_request_is_spared_while_a_waiter_wakes(want: str, others: int) -> None:
     """One of them finds what they want, and may give its room back."""
     planner = planner_of(10)
     hold(planner, "held", 4, HostAccess.PERMANENT)
@@ -189,7 +187,7 @@ def test_nobody_is_told_that_there_is_no_room_while_somebody_is_about_to_wake_up
         register(planner, f"other {number}", 6)
         planner.demand_on_host(f"other {number}", HostAccess.READ)
         assert planner.error_of(f"other {number}") is None
-    planner.claim("a", 6, use_order=UseOrder.ANNOUNCED)
+    planner.claim("a", 6, use_order=UseOrder.PREFETCHED)
     assert planner.error_of("a") is None
     if others:
         return
@@ -201,12 +199,12 @@ def test_nobody_is_told_that_there_is_no_room_while_somebody_is_about_to_wake_up
 
 
 @pytest.mark.parametrize("want", ["demand", "fetch", "claim"])
-def test_who_wants_what_is_held_for_good_keeps_nobody_from_being_told(want: str) -> None:
+def test_permanently_held_demand_lets_others_fail(want: str) -> None:
     planner = planner_of(10)
     hold(planner, "held", 6, HostAccess.PERMANENT)
     planner.demand_on_host("held", HostAccess.UPDATE)
     if want == "claim":
-        planner.claim("a", 5, use_order=UseOrder.ANNOUNCED)
+        planner.claim("a", 5, use_order=UseOrder.PREFETCHED)
     else:
         register(planner, "a", 5)
         if want == "demand":
@@ -216,7 +214,7 @@ def test_who_wants_what_is_held_for_good_keeps_nobody_from_being_told(want: str)
     assert isinstance(planner.error_of("a"), BudgetError)
 
 
-def test_a_save_that_the_disk_has_no_room_for_is_told_so() -> None:
+def test_save_without_disk_space_raises() -> None:
     planner = planner_of(10, disk=4)
     put(planner, "a", 5)
     planner.save("a")
@@ -229,17 +227,17 @@ def test_a_save_that_the_disk_has_no_room_for_is_told_so() -> None:
     assert planner.lease("a", Access.READ)
 
 
-def test_what_is_discarded_makes_room_at_once() -> None:
+def test_discard_frees_space_at_once() -> None:
     planner = planner_of(10, disk=0)
     lend(planner, "lent", 4)
     put(planner, "a", 6)
-    planner.claim("b", 6, use_order=UseOrder.ANNOUNCED)
+    planner.claim("b", 6, use_order=UseOrder.PREFETCHED)
     assert told(planner) == [], "the disk takes nothing, but what is lent may come back"
     planner.discard("a")
     assert told(planner) == ["a leaves HOST", "a is gone", "b gets room on HOST"]
 
 
-def test_a_save_that_fails_is_told_to_who_asked_for_it_and_may_be_tried_again() -> None:
+def test_save_failure_raises_and_can_be_retried() -> None:
     planner = planner_of(10)
     put(planner, "a", 5)
     planner.save("a")
@@ -252,7 +250,7 @@ def test_a_save_that_fails_is_told_to_who_asked_for_it_and_may_be_tried_again() 
     assert told(planner) == ["a: HOST to DISK!"]
 
 
-def test_what_is_discarded_while_it_is_taken_is_gone_once() -> None:
+def test_discard_during_a_take_removes_once() -> None:
     schedule = LearnedOrder()
     planner = driver_of({HOST: 10, DISK: None}, RankingPolicy(FarthestNextUse(schedule)), schedule)
     put(planner, "a", 5)
@@ -260,7 +258,7 @@ def test_what_is_discarded_while_it_is_taken_is_gone_once() -> None:
     assert schedule.steps_until("a") == 1
     planner.demand("a")
     assert planner.lease("a", Access.TAKE)
-    schedule.known.expect(["a"])
+    schedule.known.prefetch(["a"])
     planner.discard("a")
     assert schedule.steps_until("a") == float("inf")
     assert told(planner) == []
@@ -268,7 +266,7 @@ def test_what_is_discarded_while_it_is_taken_is_gone_once() -> None:
     assert told(planner) == ["a leaves HOST", "a is gone"]
 
 
-def test_room_that_is_set_aside_is_given_up_with_its_group() -> None:
+def test_reserved_space_is_freed_with_its_group() -> None:
     planner = planner_of(5, 5)
     register(planner, "a", 5)
     planner.demand("a")
@@ -280,7 +278,7 @@ def test_room_that_is_set_aside_is_given_up_with_its_group() -> None:
     assert told(planner) == ["a leaves DISK", "a leaves HOST", "a is gone"]
 
 
-def test_who_offloads_a_group_does_not_hope_for_it_any_more() -> None:
+def test_offload_cancels_the_prefetch() -> None:
     planner = planner_of(10)
     lend(planner, "lent", 10)
     register(planner, "a", 5)

@@ -1,7 +1,7 @@
-"""Who looks for room in vain is not followed by everybody else who wants as much.
+"""A failed search for space is not repeated for every other request of that size.
 
-With dozens of callers that wait for room, each step of the store would look for room for each of
-them. What was found out for one holds for others until something goes, or is about to.
+With dozens of callers that wait for space, each step of the store would search for each of them.
+The result for one holds for the others until a copy is removed, or is about to be.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS = 60
 
 
 class Nothing(dict[Any, Any]):
-    """What is noted here is not kept."""
+    """A note that is discarded."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
@@ -37,19 +37,19 @@ def forgetful(
 ) -> Planner:
     """A planner that finds out everything anew."""
     planner = Planner(budgets, policy, schedule)
-    Driver(planner).table.in_vain = Nothing()
+    Driver(planner).table.blocked_sizes = Nothing()
     return planner
 
 
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
-def test_it_makes_no_difference_to_what_is_done(policy: str) -> None:
-    in_vain = 0
+def test_search_skipping_changes_no_decision(policy: str) -> None:
+    blocked_sizes = 0
     for seed in range(SEEDS):
         remembering = play(seed, policy, STEPS)
         forgetting = play(seed, policy, STEPS, forgetful)
         assert remembering.books.followed == forgetting.books.followed, f"seed {seed}"
-        in_vain += len(remembering.errors)
-    assert in_vain > 0
+        blocked_sizes += len(remembering.errors)
+    assert blocked_sizes > 0
 
 
 class Counted(RankingPolicy):
@@ -76,7 +76,7 @@ class Asked:
             assert self.planner.lease(key, Access.READ)
 
     def asked_by(self, pages: list[int]) -> int:
-        """How often it is asked in one step, when so many puts of so many pages wait."""
+        """Return the searches in one step, while so many puts of so many pages wait."""
         for number, size in enumerate(pages):
             self.planner.claim(f"put {number}", size * PAGE)
         self.policy.times = 0
@@ -84,15 +84,15 @@ class Asked:
         return self.policy.times
 
 
-def test_of_many_who_want_as_much_or_more_one_looks() -> None:
+def test_searches_for_equal_or_larger_sizes_run_once() -> None:
     assert Asked(8, 8).asked_by([2] * 30) == 1
     assert Asked(8, 8).asked_by([1, 2, 3, 4] * 8) == 1
     assert Asked(8, 8).asked_by([4, 3, 2, 1] * 8) == 4  # who wants less may find it
     assert Asked(8, 8, forgetful).asked_by([2] * 30) == 30
 
 
-def test_of_many_whose_room_is_on_its_way_one_looks() -> None:
-    """A group leaves for the disk: nobody else has to be sent away for whom that is enough."""
+def test_searches_with_space_on_the_way_run_once() -> None:
+    """A group leaves for the disk: requests that need no more evict nothing else."""
     for planner, expected in ((Planner, 1), (forgetful, 31)):
         scene = Asked(6, 8, planner)
         scene.planner.claim("leaves", 2 * PAGE)

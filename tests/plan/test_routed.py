@@ -25,10 +25,10 @@ def routed_loop(order: LearnedOrder, passes: int, uses: dict[str, float], seed: 
             order.advance_past(f"layer {layer}")
             for key, probability in uses.items():
                 if layer == 0 and draw.random() < probability:
-                    order.come(key)
+                    order.note_unordered_use(key)
 
 
-def test_what_data_choose_does_not_disturb_the_order_and_is_never_foretold() -> None:
+def test_routed_use_leaves_the_order_unlearned() -> None:
     order = LearnedOrder()
     for key in ("often", "seldom", "never"):
         order.known.introduce(key, UseOrder.ROUTED)
@@ -37,7 +37,7 @@ def test_what_data_choose_does_not_disturb_the_order_and_is_never_foretold() -> 
     assert list(order.upcoming(LAYERS)) == [f"layer {i}" for i in range(LAYERS)]
 
 
-def test_it_is_expected_as_soon_as_it_was_used_on_average() -> None:
+def test_routed_group_is_expected_at_its_mean_interval() -> None:
     order = LearnedOrder()
     rates = {"often": 0.5, "seldom": 0.1}
     for key in (*rates, "never"):
@@ -53,7 +53,7 @@ def test_it_is_expected_as_soon_as_it_was_used_on_average() -> None:
     assert order.steps_until("layer 0") == 1
 
 
-def test_the_rank_of_what_is_not_used_any_more_grows() -> None:
+def test_routed_group_unused_rises_in_rank() -> None:
     order = LearnedOrder()
     order.known.introduce("expert", UseOrder.ROUTED)
     routed_loop(order, 10, {"expert": 1.0})
@@ -62,7 +62,7 @@ def test_the_rank_of_what_is_not_used_any_more_grows() -> None:
     assert order.steps_until("expert") > 2 * before
 
 
-def test_a_number_that_was_routed_is_not_for_the_next_key() -> None:
+def test_routed_index_is_not_reused_for_the_next_key() -> None:
     order = LearnedOrder()
     order.known.introduce("expert", UseOrder.ROUTED)
     number = order.known.number("expert")
@@ -83,8 +83,10 @@ class RoutedScan(Scan):
                 self.planner.register(f"{layer}/{i}", SIZE, use_order=UseOrder.ROUTED)
 
     def step(self, chosen: Sequence[Sequence[int]], *, announced: bool) -> int:
-        """One pass: each layer, and its chosen experts. Returns the bytes that had to be read, as
-        the experts were not there."""
+        """Run one pass: each layer, and its chosen experts.
+
+        Returns the bytes that had to be read, because the experts were absent.
+        """
         missed = 0
         for layer, experts in zip(self.keys, chosen, strict=True):
             self.use(layer)
@@ -113,7 +115,7 @@ def choices(passes: int, seed: int = 0) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_only_what_was_chosen_and_was_not_there_is_read(announced: bool) -> None:
+def test_routed_pass_reads_only_chosen_missing_experts(announced: bool) -> None:
     scan = RoutedScan(host=SIZE * (LAYERS + LAYERS * EXPERTS // 4))
     passes = choices(60)
     for chosen in passes[:20]:
@@ -124,7 +126,7 @@ def test_only_what_was_chosen_and_was_not_there_is_read(announced: bool) -> None
     assert sum(scan.moved.values()) - before == missed
 
 
-def test_layers_stay_and_so_do_the_experts_that_are_chosen_often() -> None:
+def test_routed_model_keeps_layers_and_frequent_experts() -> None:
     room = LAYERS * EXPERTS // 4
     scan = RoutedScan(host=SIZE * (LAYERS + room))
     passes = choices(200)
@@ -142,8 +144,8 @@ def test_layers_stay_and_so_do_the_experts_that_are_chosen_often() -> None:
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_some_stay_even_if_those_of_one_pass_do_not_all_fit(announced: bool) -> None:
-    """If the same experts are chosen again and again, what was not used for longest comes next."""
+def test_routed_pass_above_budget_keeps_some_experts(announced: bool) -> None:
+    """The least recently used expert comes next when the same ones repeat."""
     room = LAYERS * TOP // 2
     scan = RoutedScan(host=SIZE * (LAYERS + room))
     chosen = choices(1)[0]

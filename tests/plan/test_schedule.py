@@ -30,7 +30,7 @@ def right_predictions(order: LearnedOrder, uses: Sequence[str]) -> list[bool]:
     return answers
 
 
-def test_a_cycle_is_expected_again() -> None:
+def test_cycle_is_expected_again() -> None:
     order = learned(cycle(5, 2))
     assert order.trusted
     assert list(order.upcoming(5)) == ["g0", "g1", "g2", "g3", "g4"]
@@ -38,14 +38,14 @@ def test_a_cycle_is_expected_again() -> None:
     assert order.steps_until("never seen") == math.inf
 
 
-def test_a_cycle_is_known_as_soon_as_its_first_key_returns() -> None:
+def test_cycle_is_known_once_its_first_key_returns() -> None:
     order = learned([*cycle(5, 1), "g0"])
     assert order.trusted
-    # What followed g0 was g1..g4, and then g0.
+    # g1..g4 followed g0, and then g0.
     assert list(order.upcoming(9)) == ["g1", "g2", "g3", "g4", "g0"]
 
 
-def test_the_switch_between_two_experts_is_expected() -> None:
+def test_switch_between_two_experts_is_expected() -> None:
     blocks, steps = 5, 8
     run = two_experts(1, blocks, steps)
     order = learned(run + run[: blocks * steps])
@@ -54,18 +54,16 @@ def test_the_switch_between_two_experts_is_expected() -> None:
     assert order.steps_until("high0") == blocks * steps + 1
 
 
-def test_every_use_of_a_third_run_of_two_experts_is_expected() -> None:
+def test_third_run_of_two_experts_is_fully_expected() -> None:
     run = two_experts(1, blocks=5, steps=8)
     assert all(right_predictions(learned(run * 2), run))
 
 
 @pytest.mark.parametrize(("keys", "passes"), [(2, 60), (5, 30), (57, 12)])
-def test_a_loop_that_was_interrupted_once_is_not_expected_to_be_after_every_pass(
-    keys: int, passes: int
-) -> None:
+def test_loop_interrupted_once_expects_no_interruption(keys: int, passes: int) -> None:
     """The interruption is expected when the loop is as long as it was then, and not before."""
     order = learned([*cycle(keys, passes), "other"])
-    # What comes after an interruption, and then that it does not come again at once, is news.
+    # The uses after an interruption are new, and then that they do not repeat at once.
     right = right_predictions(order, [*cycle(keys, passes), "other"])
     assert right.count(False) <= 3
     assert all(right[2 * keys :])
@@ -73,14 +71,14 @@ def test_a_loop_that_was_interrupted_once_is_not_expected_to_be_after_every_pass
     assert longer.count(False) <= 3
 
 
-def test_prompts_of_two_lengths_are_told_apart_as_soon_as_they_can_be() -> None:
+def test_prompts_of_two_lengths_are_told_apart_early() -> None:
     """The longer is taken for the shorter until that would be over, and then for itself."""
     short, long = prompts(1, 3, 6, steps=10), prompts(1, 3, 6, steps=16)
     order = learned([*long, *short])
     assert right_predictions(order, long).count(False) <= 3
 
 
-def test_a_loop_that_begins_with_a_key_used_twice_keeps_that_key_when_it_begins_again() -> None:
+def test_loop_starting_with_a_repeated_key_keeps_it() -> None:
     loop = ["a", "b", "a", *cycle(5, 1)]
     order = learned(["text", *loop, "a"])
     # Behind either use of "a", which differ in what was before them as now does from both.
@@ -92,7 +90,7 @@ def test_a_loop_that_begins_with_a_key_used_twice_keeps_that_key_when_it_begins_
     assert not any(order.steps_until(key) == math.inf for key in loop)
 
 
-def test_two_places_that_fit_foretell_together_until_one_is_wrong() -> None:
+def test_two_matching_positions_expect_together_until_one_fails() -> None:
     order = learned([*"pabcx", *"qabcy", *"rab"])
     assert [order.steps_until(key) for key in "cxyq"] == [1, 2, 2, 3]
     order.advance_past("c")
@@ -110,17 +108,17 @@ def test_forward_and_backward_are_told_apart() -> None:
     assert next(order.upcoming(1)) == "g0"
 
 
-def test_uses_of_one_key_in_a_row_count_once() -> None:
+def test_consecutive_uses_of_a_key_count_once() -> None:
     once, twice = learned(["a", "b", "c", "a"]), learned(["a", "b", "b", "c", "c", "c", "a"])
     assert list(once.upcoming(9)) == list(twice.upcoming(9)) == ["b", "c", "a"]
 
 
-def test_a_pipeline_with_several_prompts() -> None:
+def test_pipeline_with_several_prompts_is_expected() -> None:
     prompt = prompts(1, encoder=3, blocks=4, steps=6)
     assert all(right_predictions(learned(prompt * 2), prompt * 2))
 
 
-def test_it_recovers_from_a_permuted_order_within_one_pass() -> None:
+def test_permuted_order_is_relearned_within_a_pass() -> None:
     keys = [f"g{i}" for i in range(20)]
     order = learned(keys * 4)
     shuffled = random.Random(3).sample(keys, len(keys))
@@ -133,12 +131,12 @@ def test_it_recovers_from_a_permuted_order_within_one_pass() -> None:
 
 
 @pytest.mark.parametrize("memory", [7, 16, 31])
-def test_a_cycle_stays_known_when_the_memory_overflows(memory: int) -> None:
+def test_cycle_stays_known_when_history_overflows(memory: int) -> None:
     order = learned(cycle(5, 2), memory)
     assert all(right_predictions(order, cycle(5, 100)))
 
 
-def test_what_left_the_memory_is_not_expected_any_more() -> None:
+def test_key_outside_the_history_is_not_expected() -> None:
     order = learned([*cycle(5, 3, "old"), *cycle(5, 20, "new")], memory=16)
     assert order.trusted
     assert order.steps_until("old0") == math.inf
@@ -149,7 +147,7 @@ def test_what_left_the_memory_is_not_expected_any_more() -> None:
     assert right_predictions(order, cycle(5, 4))[-5:] == [True] * 5
 
 
-def test_random_uses_are_not_trusted_and_ranked_by_rate() -> None:
+def test_random_uses_are_untrusted_and_ranked_by_rate() -> None:
     rnd = random.Random(1)
     keys = [f"g{i}" for i in range(50)]
     uses = rnd.choices(keys, [20 if key == "g7" else 1 for key in keys], k=2000)
@@ -163,16 +161,16 @@ def test_random_uses_are_not_trusted_and_ranked_by_rate() -> None:
 
 def test_expected_keys_come_first_and_in_order() -> None:
     order = learned(cycle(5, 2))
-    order.known.expect(["g3", "other"])
+    order.known.prefetch(["g3", "other"])
     assert list(order.upcoming(3)) == ["g3", "other", "g0", "g1", "g2"]
     assert (order.steps_until("g3"), order.steps_until("other")) == (1, 2)
     order.advance_past("g3")
     assert order.steps_until("other") == 1
 
 
-def test_a_change_of_mind_is_forgotten_after_a_while() -> None:
+def test_expectation_is_forgotten_after_a_while() -> None:
     order = learned(cycle(5, 2))
-    order.known.expect(["other"])
+    order.known.prefetch(["other"])
     for key in cycle(5, PATIENCE // 5):
         order.advance_past(key)
     assert order.steps_until("other") == 1  # not yet: 60 of 64 uses are over
@@ -182,7 +180,7 @@ def test_a_change_of_mind_is_forgotten_after_a_while() -> None:
     assert "other" not in list(order.upcoming(5))
 
 
-def test_the_order_of_registration_is_a_hint_on_the_first_pass_only() -> None:
+def test_registration_order_is_a_hint_on_the_first_pass() -> None:
     order = LearnedOrder()
     for key in "abcde":
         order.known.introduce(key)
@@ -195,49 +193,49 @@ def test_the_order_of_registration_is_a_hint_on_the_first_pass_only() -> None:
     assert next(order.upcoming(1)) == "d"
 
 
-def test_nothing_is_expected_before_the_first_use() -> None:
+def test_schedule_before_first_use_expects_nothing() -> None:
     order = LearnedOrder()
     order.known.introduce("a")
     assert list(order.upcoming(3)) == []
 
 
-def test_a_forgotten_key_is_not_waited_for() -> None:
+def test_forgotten_key_is_not_expected() -> None:
     order = learned(["a", "b"])
-    order.known.expect(["a"])
+    order.known.prefetch(["a"])
     order.known.forget("a")
     assert list(order.upcoming(3)) == []
 
 
-def test_a_key_is_waited_for_64_uses_and_2_more_for_each_that_comes_before_it() -> None:
-    """Expectations are met out of order, too: whoever is far behind has more time."""
+def test_expected_key_times_out_after_64_uses_plus_2_per_key() -> None:
+    """Expectations are met out of order, too: a later one has a longer timeout."""
     order = LearnedOrder()
-    order.known.expect(["first", "second", "third"])
+    order.known.prefetch(["first", "second", "third"])
     for _ in range(32):
-        order.come("something else")  # told by the caller, ...
+        order.note_unordered_use("something else")  # told by the caller, ...
         order.advance_past("something else")  # ... or not: both are uses
     left = {64: ["first", "second", "third"], 65: ["second", "third"], 66: ["second", "third"]}
     left |= {67: ["third"], 68: ["third"], 69: []}
     for number, names in left.items():
         assert list(order.upcoming(0)) == names, number
-        assert order.known.foretold() == len(names)
-        order.come("something else")
+        assert order.known.prefetched_count() == len(names)
+        order.note_unordered_use("something else")
 
 
-def test_who_says_it_again_has_the_time_again_and_the_last_place() -> None:
+def test_expectation_repeated_restarts_its_timeout_as_last() -> None:
     order = LearnedOrder()
-    order.known.expect(["a", "b"])
+    order.known.prefetch(["a", "b"])
     for _ in range(10):
-        order.come("something else")
-    order.known.expect(["a"])
+        order.note_unordered_use("something else")
+    order.known.prefetch(["a"])
     assert list(order.upcoming(0)) == ["b", "a"]
     for _ in range(66):  # 64, and 2 for the one before it
-        order.come("something else")
+        order.note_unordered_use("something else")
     assert list(order.upcoming(0)) == ["a"]
-    order.come("something else")
+    order.note_unordered_use("something else")
     assert list(order.upcoming(0)) == []
 
 
-def test_the_order_of_registration_foretells_four_keys() -> None:
+def test_registration_order_expects_four_keys() -> None:
     """A wrong hint costs reads, so there are few; and no more than were asked for."""
     order = LearnedOrder()
     for key in "abcdefgh":
@@ -253,7 +251,7 @@ def test_the_order_of_registration_foretells_four_keys() -> None:
     assert list(order.upcoming(9)) == []
 
 
-def test_who_is_registered_again_comes_last_and_who_is_forgotten_is_left_out() -> None:
+def test_key_registered_again_comes_last() -> None:
     order = LearnedOrder()
     for key in "abcdef":
         order.known.introduce(key)
@@ -268,7 +266,7 @@ def test_who_is_registered_again_comes_last_and_who_is_forgotten_is_left_out() -
     assert list(order.upcoming(9)) == ["e", "c", "last"]
 
 
-def test_of_hints_none_takes_part_in_a_ranking() -> None:
+def test_hints_take_no_part_in_a_ranking() -> None:
     order = LearnedOrder()
     for key in "ab":
         order.known.introduce(key)
@@ -278,7 +276,7 @@ def test_of_hints_none_takes_part_in_a_ranking() -> None:
     )
 
 
-def test_trust_is_lost_with_the_thirteenth_wrong_prediction_in_a_row() -> None:
+def test_trust_is_lost_with_the_thirteenth_wrong_prediction() -> None:
     """The first counts for a tenth, and those after it, which are guesses, for half of that:
     0.9 * 0.95 ** 11 is 0.51, and 0.9 * 0.95 ** 12 is 0.49, less than a half."""
     order = learned(cycle(9, 4))
@@ -292,7 +290,7 @@ def test_trust_is_lost_with_the_thirteenth_wrong_prediction_in_a_row() -> None:
     assert list(order.upcoming(9)) == []
 
 
-def test_a_prediction_that_comes_true_while_there_is_no_trust_counts() -> None:
+def test_correct_predictions_without_trust_count() -> None:
     """0.9 * 0.95 ** 12 is 0.49, and with one that is right 0.54."""
     order = learned([*cycle(9, 4)])
     latest = ""
@@ -306,7 +304,7 @@ def test_a_prediction_that_comes_true_while_there_is_no_trust_counts() -> None:
     assert list(order.upcoming(1)) == ["g8"]
 
 
-def test_of_16384_uses_the_newest_8192_are_kept() -> None:
+def test_history_of_16384_uses_keeps_the_newest_8192() -> None:
     order = LearnedOrder()
     for number in range(2 * 8192):
         order.advance_past(f"g{number}")
@@ -317,7 +315,7 @@ def test_of_16384_uses_the_newest_8192_are_kept() -> None:
     assert list(order.upcoming(2)) == ["g8193", "g8194"]
 
 
-def test_two_passes_over_what_is_registered_fit_into_the_memory() -> None:
+def test_history_holds_two_passes_of_registered_keys() -> None:
     keys = [f"g{i}" for i in range(10)]
     small, grown = LearnedOrder(memory=4), LearnedOrder(memory=4)
     for key in keys:
@@ -327,7 +325,7 @@ def test_two_passes_over_what_is_registered_fit_into_the_memory() -> None:
 
 
 @pytest.mark.parametrize("memory", range(2, 9))
-def test_a_loop_longer_than_the_memory_is_foretold_as_it_is_or_not_at_all(memory: int) -> None:
+def test_loop_longer_than_history_is_expected_exactly_or_not(memory: int) -> None:
     """Most of the time nothing comes again while it is remembered: then there is no telling."""
     for length in range(memory + 1, 2 * memory + 1):
         order = LearnedOrder(memory)
@@ -336,7 +334,7 @@ def test_a_loop_longer_than_the_memory_is_foretold_as_it_is_or_not_at_all(memory
             order.advance_past(key)
 
 
-def test_what_is_used_every_tenth_time_on_average_is_expected_in_about_ten_uses() -> None:
+def test_key_used_every_tenth_time_is_expected_in_ten_uses() -> None:
     rnd = random.Random(2)
     keys = [f"g{i}" for i in range(64)]
     steps = []
@@ -349,9 +347,9 @@ def test_what_is_used_every_tenth_time_on_average_is_expected_in_about_ten_uses(
     assert 5 < sorted(steps)[len(steps) // 2] < 20
 
 
-def test_what_the_caller_expects_may_count_as_farther_and_still_comes_before_all_else() -> None:
+def test_expected_keys_scaled_farther_still_come_first() -> None:
     order = learned(cycle(5, 3))
-    order.known.expect(["g3", "g1", "g4"])
+    order.known.prefetch(["g3", "g1", "g4"])
     numbers = np.array([order.known.number(f"g{i}") for i in range(5)])
     ranks = order.ranks(numbers)
     twice = order.farther(ranks, 2.0)
@@ -361,7 +359,7 @@ def test_what_the_caller_expects_may_count_as_farther_and_still_comes_before_all
     assert (twice[[0, 2]] - ranks[[0, 2]]).tolist() == [1, 3]
 
 
-def test_a_number_is_given_again_only_when_nothing_of_its_key_is_left() -> None:
+def test_index_is_reused_only_when_its_key_is_gone() -> None:
     order = learned("aba")
     numbers = {key: order.known.number(key) for key in "abc"}
     order.known.forget("b")  # it is still in the history
@@ -373,7 +371,7 @@ def test_a_number_is_given_again_only_when_nothing_of_its_key_is_left() -> None:
 
 
 @pytest.mark.parametrize("known", [16, 32, 64])
-def test_one_more_key_than_there_was_room_for_is_not_expected(known: int) -> None:
+def test_one_key_above_capacity_is_not_expected(known: int) -> None:
     order = learned(cycle(known, 2))
     assert order.steps_until("g0") == 1
     number = order.known.number("one more")
@@ -382,8 +380,8 @@ def test_one_more_key_than_there_was_room_for_is_not_expected(known: int) -> Non
     assert np.isinf(ranks).tolist() == [True, False]
 
 
-def test_a_rate_decays_the_more_slowly_the_more_keys_there_are_and_ranks_change_with_it() -> None:
-    """Of four keys, in 4 uses to 1 / e; of five, in 8."""
+def test_rate_decay_slows_with_more_keys() -> None:
+    """With four keys, to 1 / e in 4 uses; with five, in 8."""
     order = learned([*"bdacacbcdbabcacbdadbcdadacabad"])
     assert (order.trusted, order.learning) == (False, False)
     numbers = np.array([order.known.number(key) for key in "abcd"])
@@ -395,21 +393,21 @@ def test_a_rate_decays_the_more_slowly_the_more_keys_there_are_and_ranks_change_
     assert 0 < max(after) - min(after) < max(before) - min(before)
 
 
-def test_the_longest_run_may_begin_with_the_first_use_of_all() -> None:
+def test_longest_run_may_begin_with_the_first_use() -> None:
     """After x, a came z: once, and long ago. After y, a came other things, ten times."""
     order = learned([*"xaz", *"ya" * 10, *"xb", *"xa"])
     assert list(order.upcoming(1)) == ["z"]
 
 
-def test_what_is_expected_or_forgotten_is_news_to_whoever_ranks_by_it() -> None:
+def test_expecting_and_forgetting_notify_the_ranking() -> None:
     order = LearnedOrder()
     for key in "abab":
         order.advance_past(key)
     seen = {order.epoch}
     for change in (
-        lambda: order.known.expect(["a"]),
-        lambda: order.known.expect(["b", "a"]),
-        lambda: order.known.expect_not("b"),
+        lambda: order.known.prefetch(["a"]),
+        lambda: order.known.prefetch(["b", "a"]),
+        lambda: order.known.cancel_prefetch("b"),
         lambda: order.known.forget("a"),
     ):
         change()
@@ -417,16 +415,16 @@ def test_what_is_expected_or_forgotten_is_news_to_whoever_ranks_by_it() -> None:
         seen.add(order.epoch)
 
 
-def test_what_is_expected_is_ranked_by_its_place() -> None:
+def test_expected_keys_rank_by_position() -> None:
     order = LearnedOrder()
     numbers = np.array([order.known.number(key) for key in "abc"], dtype=np.int64)
-    order.known.expect(["c", "a"])
+    order.known.prefetch(["c", "a"])
     ranks = order.ranks(numbers)
     assert ranks[2] < ranks[0] < ranks[1]
     assert ranks[0] - ranks[2] == 1
 
 
-def test_a_rate_that_counts_for_more_is_a_higher_rank() -> None:
+def test_rate_with_a_larger_weight_ranks_higher() -> None:
     """Whatever the ranks mean, what is missed so many times later goes sooner."""
     random_uses = random.Random(1).choices([f"g{number}" for number in range(50)], k=2000)
     unknown, learning, cycle = LearnedOrder(4096), LearnedOrder(), LearnedOrder()
@@ -440,7 +438,7 @@ def test_a_rate_that_counts_for_more_is_a_higher_rank() -> None:
     assert learning.learning
 
 
-def test_one_order_is_one_stream_and_spares_nothing() -> None:
+def test_single_order_is_one_stream_that_spares_nothing() -> None:
     order = LearnedOrder()
     for key in "abcabc":
         order.advance_past(key)

@@ -69,30 +69,30 @@ class SlowOrder:
     def forget(self, key: str) -> None:
         self.registered = [k for k in self.registered if k != key]
         self.told.discard(key)
-        self.expect_not(key)
+        self.cancel_prefetch(key)
         self.rates.pop(key, None)
         if key not in self.uses:
             self.known.discard(key)
 
-    def expect(self, keys: Sequence[str]) -> None:
+    def prefetch(self, keys: Sequence[str]) -> None:
         for key in keys:
             self.know(key)
-            self.expect_not(key)
+            self.cancel_prefetch(key)
             self.expected.append((key, self.clock + PATIENCE + 2 * len(self.expected)))
 
-    def expect_not(self, key: str) -> None:
+    def cancel_prefetch(self, key: str) -> None:
         self.expected = [(k, limit) for k, limit in self.expected if k != key]
 
-    def come(self, key: str) -> None:
+    def note_unordered_use(self, key: str) -> None:
         self.clock += 1
         self.expected = [(k, n) for k, n in self.expected if k != key and self.clock <= n]
 
     def advance_past(self, key: str) -> None:
         again = self.uses[-1:] == [key]
         if len(self.uses) == self.room and not again:
-            self.forget_the_oldest()
+            self.drop_oldest()
         self.know(key)
-        self.come(key)
+        self.note_unordered_use(key)
         self.rates[key] = (1 + self.rate(key), self.clock)
         if again:
             return
@@ -125,13 +125,13 @@ class SlowOrder:
         return end, None
 
     def common(self, end: int) -> int:
-        """How many uses up to this place equal the newest ones."""
+        """Return the number of uses up to this position that equal the newest ones."""
         length = 0
         while length <= end and self.uses[end - length] == self.uses[-1 - length]:
             length += 1
         return length
 
-    def forget_the_oldest(self) -> None:
+    def drop_oldest(self) -> None:
         kept = max(self.memory, 2 * len(self.registered))
         gone = max(len(self.uses) - kept, 0)
         self.uses, self.room = self.uses[gone:], 2 * kept
@@ -179,7 +179,7 @@ class Pair:
 
     def __init__(self, memory: int) -> None:
         self.order, self.slow = LearnedOrder(memory), SlowOrder(memory)
-        self.numbers: dict[str, int] = {}  # those that were told
+        self.numbers: dict[str, int] = {}  # those assigned
 
     def do(self, act: str, *arguments: object) -> None:
         epoch, before = self.order.epoch, self.ranks()
@@ -214,7 +214,7 @@ class Pair:
     def compare(self, keys: Sequence[str], rng: random.Random) -> None:
         order, slow = self.order, self.slow
         assert (order.trusted, order.learning) == (slow.trusted, slow.learning)
-        assert order.known.foretold() == len(slow.expected)
+        assert order.known.prefetched_count() == len(slow.expected)
         count = rng.randrange(8)
         upcoming = list(order.upcoming(count))
         assert upcoming == slow.upcoming(count)
@@ -265,7 +265,7 @@ def play(seed: int, *, memory: int, keys: Sequence[str], length: int, acts: Sequ
     often = rng.choice([0.1, 0.5, 1.0])  # what is asked for seldom is made anew when it is
     for _ in range(length):
         act = rng.choice(acts) if rng.random() < 0.2 else "advance_past"
-        if act == "expect":
+        if act == "prefetch":
             pair.do(act, rng.sample(keys, rng.randint(0, 3)))
         else:
             pair.do(act, next(following) if act == "advance_past" else rng.choice(keys))
@@ -274,24 +274,32 @@ def play(seed: int, *, memory: int, keys: Sequence[str], length: int, acts: Sequ
             pair.compare_ranks()
 
 
-ALL = ["number", "introduce", "forget", "expect", "expect_not", "come", "advance_past"]
+ALL = [
+    "number",
+    "introduce",
+    "forget",
+    "prefetch",
+    "cancel_prefetch",
+    "note_unordered_use",
+    "advance_past",
+]
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_short_memory_that_overflows(seed: int) -> None:
+def test_short_history_that_overflows_matches_the_reference(seed: int) -> None:
     for memory in range(1, 13):
         play(100 * seed + memory, memory=memory, keys="abcde", length=60, acts=["number"])
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_keys_that_come_and_go_and_are_expected(seed: int) -> None:
+def test_keys_added_and_removed_match_the_reference(seed: int) -> None:
     for memory in (2, 5, 9, 100):
         play(100 * seed + memory, memory=memory, keys="abcdefg", length=150, acts=ALL)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_long_loops_of_few_keys_and_what_interrupts_them(seed: int) -> None:
-    """Where many places are preceded by long runs, the longest is found in another way."""
+def test_interrupted_long_loops_match_the_reference(seed: int) -> None:
+    """With many positions after long runs, the longest is found in another way."""
     rng = random.Random(seed)
     pair = Pair(memory=rng.choice([120, 400]))
     keys = "abcd"[: rng.randint(1, 4)] + "x"
@@ -303,7 +311,7 @@ def test_long_loops_of_few_keys_and_what_interrupts_them(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_many_keys(seed: int) -> None:
+def test_many_keys_match_the_reference(seed: int) -> None:
     """More than there is room for at first."""
     keys = [f"g{number}" for number in range(20 + 10 * seed)]
     play(seed, memory=40, keys=keys, length=150, acts=ALL)

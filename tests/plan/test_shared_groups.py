@@ -17,7 +17,7 @@ from tierstore.model.tiers import Access, HostAccess, UseOrder
 def sharing(
     own: int, allowed: int, names: str = "", device: int | None = None, nbytes: int = 10
 ) -> Driver:
-    """What is named in capitals is shared. Nobody expects any of it."""
+    """Keys in capitals are shared. None is expected."""
     planner = planner_of(own, device)
     planner.change_shared_budget(allowed)
     for name in names:
@@ -26,13 +26,13 @@ def sharing(
 
 
 def register(
-    planner: Driver, name: str, nbytes: int = 10, use_order: UseOrder = UseOrder.ANNOUNCED
+    planner: Driver, name: str, nbytes: int = 10, use_order: UseOrder = UseOrder.PREFETCHED
 ) -> None:
     planner.register(name, nbytes, use_order=use_order, shared=name.isupper())
 
 
 def come(planner: Driver, names: Iterable[str]) -> None:
-    """To the fastest tier: nobody uses them any more."""
+    """Make the groups on the fastest tier unused."""
     for name in names:
         lend(planner, name)
         planner.release(name, Access.READ)
@@ -56,7 +56,7 @@ def on_host(planner: Driver) -> str:
 # Two budgets -------------------------------------------------------------------------------------
 
 
-def test_each_budget_is_full_by_itself() -> None:
+def test_shared_and_private_budgets_fill_separately() -> None:
     planner = sharing(20, 20, "abAB")
     come(planner, "abAB")
     assert on_host(planner) == "ABab"
@@ -65,7 +65,7 @@ def test_each_budget_is_full_by_itself() -> None:
     assert planner.budgets[HOST] == 20
 
 
-def test_room_is_made_among_those_who_take_the_same_room() -> None:
+def test_shared_demand_evicts_shared_copies_only() -> None:
     planner = sharing(20, 20, "abcABC")
     come(planner, "abAB")
     come(planner, "c")
@@ -74,7 +74,7 @@ def test_room_is_made_among_those_who_take_the_same_room() -> None:
     assert on_host(planner) == "BCbc"
 
 
-def test_on_the_device_all_share_one_budget() -> None:
+def test_device_budget_covers_shared_and_private() -> None:
     planner = sharing(40, 40, "aBcD", device=20)
     come(planner, "aBcD")
     words = told(planner)
@@ -83,7 +83,7 @@ def test_on_the_device_all_share_one_budget() -> None:
     assert on_host(planner) == "BDac"
 
 
-def test_a_need_of_one_kind_is_no_proof_that_the_other_waits_in_vain() -> None:
+def test_private_demand_does_not_block_shared_waiters() -> None:
     planner = sharing(10, 10, "abAB")
     lend(planner, "a")
     planner.demand("b")
@@ -94,10 +94,10 @@ def test_a_need_of_one_kind_is_no_proof_that_the_other_waits_in_vain() -> None:
     assert on_host(planner) == "Aa"
 
 
-# What is allowed changes -------------------------------------------------------------------------
+# Changing allowances -----------------------------------------------------------------------------
 
 
-def test_before_anything_is_allowed_what_is_shared_is_refused() -> None:
+def test_shared_group_before_an_allowance_is_blocked() -> None:
     planner = planner_of(100)
     register(planner, "A")
     assert planner.shared_budget == 0
@@ -108,7 +108,7 @@ def test_before_anything_is_allowed_what_is_shared_is_refused() -> None:
         planner.demand_on_host("A", HostAccess.READ)
 
 
-def test_where_less_is_allowed_what_is_missed_least_goes() -> None:
+def test_shared_allowance_lowered_evicts_by_rank() -> None:
     planner = sharing(20, 40, "aABCD")
     come(planner, "aBDAC")
     told(planner)
@@ -118,7 +118,7 @@ def test_where_less_is_allowed_what_is_missed_least_goes() -> None:
     assert told(planner) == []
 
 
-def test_all_that_is_idle_is_given_back() -> None:
+def test_shared_idle_copies_are_returned() -> None:
     planner = sharing(20, 40, "aABC")
     come(planner, "aABC")
     lend(planner, "B")
@@ -129,7 +129,7 @@ def test_all_that_is_idle_is_given_back() -> None:
     assert on_host(planner) == "ABa"
 
 
-def test_what_is_in_use_stays_until_nobody_uses_it() -> None:
+def test_shared_copy_in_use_stays_until_unused() -> None:
     planner = sharing(20, 40, "ABC")
     for name in "ABC":
         lend(planner, name)
@@ -148,8 +148,8 @@ def test_what_is_in_use_stays_until_nobody_uses_it() -> None:
     assert planner.shared_budget == 10
 
 
-def test_room_that_nobody_wants_any_more_is_given_back_as_well() -> None:
-    """Of what was to go on to the device."""
+def test_shared_reservation_unwanted_is_returned() -> None:
+    """Offload the groups that were to move to the device."""
     planner = sharing(40, 20, "AB", device=20)
     lend(planner, "A")
     planner.demand_on_host("B", HostAccess.READ)
@@ -162,7 +162,7 @@ def test_room_that_nobody_wants_any_more_is_given_back_as_well() -> None:
     assert planner.shared_budget == 0
 
 
-def test_the_budget_of_the_cpu_is_about_what_is_not_shared() -> None:
+def test_ram_budget_covers_private_groups_only() -> None:
     planner = sharing(40, 40, "abAB")
     register(planner, "C", 30)
     come(planner, "abAB")
@@ -172,7 +172,7 @@ def test_the_budget_of_the_cpu_is_about_what_is_not_shared() -> None:
     assert planner.shared_budget == 40
 
 
-def test_what_has_come_as_far_as_it_needs_is_not_refused() -> None:
+def test_shared_group_already_near_enough_is_granted() -> None:
     planner = sharing(40, 20, "AB", device=20)
     lend(planner, "A")
     planner.change_shared_budget(0)
@@ -184,7 +184,7 @@ def test_what_has_come_as_far_as_it_needs_is_not_refused() -> None:
         planner.demand("B")
 
 
-def test_what_can_come_no_more_gives_up_its_room_on_the_device() -> None:
+def test_shared_group_that_cannot_arrive_frees_device_space() -> None:
     planner = sharing(40, 10, "AaB", device=20, nbytes=10)
     planner.demand_on_host("B", HostAccess.READ)
     planner.arrive("B", DISK, HOST)
@@ -205,7 +205,7 @@ def test_what_can_come_no_more_gives_up_its_room_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("device", [None, 40])
-def test_who_waits_is_told_that_too_little_is_allowed_by_now(device: int | None) -> None:
+def test_shared_waiter_with_lowered_allowance_raises(device: int | None) -> None:
     planner = sharing(40, 20, "AB", device=device)
     lend(planner, "A")
     planner.demand_on_host("B", HostAccess.READ)
@@ -223,12 +223,12 @@ def test_who_waits_is_told_that_too_little_is_allowed_by_now(device: int | None)
     assert on_host(planner) == ""
 
 
-def test_who_waits_is_told_what_is_in_use_for_good() -> None:
+def test_shared_waiter_behind_permanent_leases_raises() -> None:
     planner = sharing(40, 20, "aABC")
     lend(planner, "a", permanent=True)
     lend(planner, "A", permanent=True)
     lend(planner, "B", permanent=True)
-    more = "20 bytes are in use there for good; start tierstore-serve with a larger --ram"
+    more = "20 bytes are in use there permanently; start tierstore-serve with a larger --ram"
     planner.demand("C")
     assert more in str(planner.error_of(planner.record("C").id))
     planner.withdraw("C")
@@ -236,16 +236,16 @@ def test_who_waits_is_told_what_is_in_use_for_good() -> None:
     assert more in str(planner.error_of(planner.record("C").id))
 
 
-def test_what_is_not_shared_is_told_of_its_own_budget() -> None:
+def test_private_waiter_error_names_its_budget() -> None:
     planner = sharing(20, 20, "abcA")
     for name in "abA":
         lend(planner, name, permanent=True)
     planner.demand("c")
     error = str(planner.error_of(planner.record("c").id))
-    assert "20 bytes are in use there for good; raise ram_budget to at least 30 bytes" in error
+    assert "20 bytes are in use there permanently; raise ram_budget to at least 30 bytes" in error
 
 
-def test_a_shared_group_has_no_place_on_the_device_that_others_cannot_leave() -> None:
+def test_shared_group_reserves_no_device_space_forever() -> None:
     planner = sharing(10, 10, "aA", device=10)
     planner.claim("x", 10)
     planner.fill("x")
@@ -258,11 +258,11 @@ def test_a_shared_group_has_no_place_on_the_device_that_others_cannot_leave() ->
     assert planner.lease_on_host("a", HostAccess.PERMANENT)
     planner.demand("A")
     error = str(planner.error_of(planner.record("A").id))
-    assert "10 bytes are in use there for good, which leaves no room for group 'x'" in error
+    assert "10 bytes are in use there permanently, which leaves no space for group 'x'" in error
     assert error.endswith("raise ram_budget")
 
 
-# What comes early --------------------------------------------------------------------------------
+# Prefetches --------------------------------------------------------------------------------------
 
 
 def early(planner: Driver) -> str:
@@ -270,7 +270,7 @@ def early(planner: Driver) -> str:
 
 
 @pytest.mark.parametrize(("order", "own", "allowed"), [("aA", 10, 100), ("Aa", 100, 10)])
-def test_what_has_no_room_keeps_nobody_of_the_others_from_coming_early(
+def test_shared_group_without_space_lets_private_prefetch(
     order: str, own: int, allowed: int
 ) -> None:
     planner = sharing(own, allowed, "xXaA")
@@ -280,7 +280,7 @@ def test_what_has_no_room_keeps_nobody_of_the_others_from_coming_early(
     assert early(planner) == order[1]
 
 
-def test_what_is_expected_comes_once_it_is_allowed() -> None:
+def test_shared_expected_group_arrives_once_allowed() -> None:
     planner = sharing(10, 0, "A")
     planner.expect("A")
     assert early(planner) == ""
@@ -288,7 +288,7 @@ def test_what_is_expected_comes_once_it_is_allowed() -> None:
     assert early(planner) == "A"
 
 
-def test_how_much_comes_early_goes_by_both_budgets() -> None:
+def test_prefetch_amount_follows_both_budgets() -> None:
     def fetched(allowed: int, *, shared: bool) -> int:
         planner = planner_of(400)
         planner.change_shared_budget(allowed)
@@ -302,7 +302,7 @@ def test_how_much_comes_early_goes_by_both_budgets() -> None:
     assert fetched(400, shared=True) > fetched(400, shared=False)
 
 
-# What is shared is never changed, and always in a file -------------------------------------------
+# Shared groups are never updated, and always in a file -------------------------------------------
 
 
 def change_on_top(planner: Driver) -> None:
@@ -327,7 +327,7 @@ def lose_its_file(planner: Driver) -> None:
     planner.check()
 
 
-def miscount_what_is_shared(planner: Driver) -> None:
+def miscount_shared_bytes(planner: Driver) -> None:
     planner.table.shared.used -= 10
     planner.check()
 
@@ -345,17 +345,19 @@ def have_two_budgets(planner: Driver) -> None:
 @pytest.mark.parametrize(
     ("breakage", "symptom"),
     [
-        (change_on_top, "A is another process's"),
-        (change_on_host, "A is another process's"),
-        (register_without_a_file, "C is in no file"),
-        (lose_its_file, "A is shared and in no file"),
-        (miscount_what_is_shared, "HOST: 10 are shared, counts 0"),
+        (change_on_top, "A belongs to another process"),
+        (change_on_host, "A belongs to another process"),
+        (register_without_a_file, "C is shared but not backed by a file"),
+        (lose_its_file, "A is shared but not backed by a file"),
+        (miscount_shared_bytes, "HOST: 10 are shared, counts 0"),
         (count_it_as_own, "HOST: 0 are not shared, counts 10"),
         (have_two_budgets, "HOST: a budget of 40, and of 41"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_may_not_be_is_noticed(breakage: Callable[[Driver], None], symptom: str) -> None:
+def test_invariant_check_notices_shared_faults(
+    breakage: Callable[[Driver], None], symptom: str
+) -> None:
     planner = sharing(40, 40, "A")
     lend(planner, "A")
     planner.check()
@@ -366,9 +368,9 @@ def test_what_may_not_be_is_noticed(breakage: Callable[[Driver], None], symptom:
 # After a step that was cut short -----------------------------------------------------------------
 
 
-def test_a_new_planner_knows_what_is_shared() -> None:
+def test_recovered_planner_knows_shared_groups() -> None:
     found = events.RecoveredGroup(
-        GroupId("A", 0), 10, (HOST, DISK), backing=DISK, shared=True, use_order=UseOrder.ANNOUNCED
+        GroupId("A", 0), 10, (HOST, DISK), backing=DISK, shared=True, use_order=UseOrder.PREFETCHED
     )
     planner = planner_of(5)
     planner.change_shared_budget(10)
@@ -381,7 +383,7 @@ def test_a_new_planner_knows_what_is_shared() -> None:
     assert on_host(planner) == "", "nothing is allowed"
 
 
-def test_a_name_may_be_shared_and_then_not() -> None:
+def test_name_may_be_shared_and_then_private() -> None:
     planner = sharing(40, 40, "A")
     come(planner, "A")
     planner.claim(GroupId("A", 1), 10)

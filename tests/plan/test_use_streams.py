@@ -21,9 +21,9 @@ from tierstore.model import events
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy
 from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
-from tierstore.plan.foreseen import Foreseen
+from tierstore.plan.expected_uses import ExpectedUses
 from tierstore.plan.matching import Numbers
-from tierstore.plan.planner import NEXT_USE_UNFORETOLD, Planner, planner_for
+from tierstore.plan.planner import NEXT_USE_WITHOUT_PREFETCH, Planner, planner_for
 from tierstore.plan.policy import POLICIES, FarthestNextUse, RankingPolicy
 from tierstore.plan.schedule import LearnedOrder
 from tierstore.plan.use_streams import CONTESTED, MOST, UseStream, UseStreams
@@ -47,7 +47,7 @@ class ForetellsNothing(LearnedOrder):
         return super().ahead(0)
 
 
-# What is missed ---------------------------------------------------------------------------------
+# Misses -----------------------------------------------------------------------------------------
 
 
 def fetched_by_four(seed: int, planner: Planner | None) -> float:
@@ -62,7 +62,7 @@ def fetched_by_four(seed: int, planner: Planner | None) -> float:
     return (workers.fetched - before) / 8
 
 
-def test_one_worker_misses_what_does_not_fit() -> None:
+def test_one_worker_misses_only_the_excess() -> None:
     workers = Workers(sizes(A), 20)
     workers.add(Worker(0, A))
     workers.run(50 * 12)
@@ -71,11 +71,11 @@ def test_one_worker_misses_what_does_not_fit() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_four_in_step_fetch_little_more_than_one_alone(seed: int) -> None:
+def test_four_workers_in_step_fetch_like_one(seed: int) -> None:
     assert fetched_by_four(seed, None) <= 1.2 * 31
 
 
-def test_as_one_order_their_uses_are_noise() -> None:
+def test_merged_uses_of_workers_are_noise() -> None:
     """The control of the test above: with the ordinary schedule it would fail."""
     assert sum(fetched_by_four(seed, plain(20)) for seed in range(3)) > 3 * 1.3 * 31
 
@@ -86,7 +86,7 @@ def test_as_one_order_their_uses_are_noise() -> None:
 )
 @pytest.mark.parametrize("holds", [1, 3])
 @pytest.mark.parametrize("jitter", [0.0, 0.2])
-def test_each_of_two_workers_has_half_the_room(
+def test_two_workers_get_half_the_space_each(
     loops: tuple[int, int], seconds: tuple[float, float], holds: int, jitter: float
 ) -> None:
     """However fast it is, and however long its loop."""
@@ -104,20 +104,20 @@ def test_each_of_two_workers_has_half_the_room(
 
 
 class NoShares(UseStreams):
-    """What is used last goes first, whoever uses it."""
+    """The most recently used goes first, for all users."""
 
     def spared(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
         return np.zeros_like(super().spared(numbers))
 
 
-def test_without_shares_the_slower_of_two_workers_would_have_no_room() -> None:
+def test_slower_worker_without_shares_gets_no_space() -> None:
     """The control of the test above."""
     budgets = {Tier.HOST: 40, Tier.DISK: None}
     schedule = NoShares(
         lambda: workers.now if made else 0.0,
         lambda number: True,
         lambda: workers.planner.prefetcher.nbytes,
-        foretell=False,
+        prefetch=False,
     )
     policy = RankingPolicy(FarthestNextUse(schedule), budgets)
     made = False
@@ -129,7 +129,7 @@ def test_without_shares_the_slower_of_two_workers_would_have_no_room() -> None:
     assert workers.misses(1, 3, 9) == 50
 
 
-def test_what_a_small_loop_leaves_is_for_the_others() -> None:
+def test_small_loop_leaves_its_rest_to_others() -> None:
     small = cycle(10, 1, "small")
     workers = Workers(sizes(A, B, small), 60)
     workers.add(Worker(0, A), Worker(1, B, 2.0, 0.1), Worker(2, small, 1.0, 0.2))
@@ -140,7 +140,7 @@ def test_what_a_small_loop_leaves_is_for_the_others() -> None:
 
 
 @pytest.mark.parametrize("burst", [4, 12])
-def test_who_takes_many_at_once_has_a_share_like_others(burst: int) -> None:
+def test_burst_of_leases_gets_one_share(burst: int) -> None:
     workers = Workers(sizes(A, B), 40)
     for stream, (keys, pace) in enumerate(((A, 1.0), (B, 2.03))):
         workers.add(Worker(stream, keys, pace, 0.01 * stream, holds=8, burst=burst))
@@ -150,8 +150,8 @@ def test_who_takes_many_at_once_has_a_share_like_others(burst: int) -> None:
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_two_passes_after_a_worker_is_gone_it_is_as_if_it_had_never_been(ends: bool) -> None:
-    """Whether somebody says so, or it stops in the middle of its fifth pass and is silent."""
+def test_departed_worker_is_forgotten_after_two_passes(ends: bool) -> None:
+    """The end of its stream is reported, or it falls silent in the middle of its fifth pass."""
     workers = Workers(sizes(A, B, C), 60)
     last = Worker(2, C[:-20] if ends else C, 1.0, 0.2, passes=99 if ends else 5)
     workers.add(Worker(0, A), Worker(1, B, 1.0, 0.1), last)
@@ -166,7 +166,7 @@ def test_two_passes_after_a_worker_is_gone_it_is_as_if_it_had_never_been(ends: b
         assert max(after) <= 21, "room for 30, of which one is in use"
 
 
-def test_a_worker_that_joins_takes_its_share_and_no_more() -> None:
+def test_joining_worker_gets_its_share_only() -> None:
     workers = Workers(sizes(A, B, C), 60)
     workers.add(Worker(0, A), Worker(1, B, 1.0, 0.1), Worker(2, C, 1.0, 250.2))
     workers.run(50 * 14)
@@ -177,7 +177,7 @@ def test_a_worker_that_joins_takes_its_share_and_no_more() -> None:
     assert max(workers.missed[2, turn] for turn in range(1, 9)) <= 32
 
 
-def test_who_follows_no_order_takes_no_more_than_a_share() -> None:
+def test_random_worker_gets_one_share_at_most() -> None:
     drawn = random.Random(3)
     workers = Workers(sizes(A, B, C), 60)
     anyhow = Worker(2, drawn.choices(C, k=700), 1.0, 0.2)
@@ -196,10 +196,10 @@ def test_shares_are_counted_in_bytes() -> None:
     assert workers.misses(1, 3, 11) <= 10 - 4 + 1  # ... and for 5 of the large ones
 
 
-# What is learned of a stream --------------------------------------------------------------------
+# Learning of a stream ---------------------------------------------------------------------------
 
 
-def test_keys_that_were_used_long_ago_never_come() -> None:
+def test_keys_used_long_ago_never_return() -> None:
     """Their waits grow without end, and are infinite from some use on. Nothing warns of that."""
     stream = UseStream(LearnedOrder(64), 0.0)
     for number, key in enumerate("abc"):
@@ -222,7 +222,7 @@ def paced(times: list[float]) -> UseStream:
     return stream
 
 
-def test_the_pace_of_a_stream_is_a_mean() -> None:
+def test_stream_pace_is_a_mean() -> None:
     assert paced([5.0]).seconds_per_use == 0
     assert paced([5.0, 7.0]).seconds_per_use == 2
     assert paced([5.0, 7.0, 13.0]).seconds_per_use == 4
@@ -234,17 +234,17 @@ def test_the_pace_of_a_stream_is_a_mean() -> None:
     assert paced(slow + faster).seconds_per_use == 2.5
 
 
-def test_a_pause_counts_four_times_what_was_expected_at_most() -> None:
+def test_pause_counts_four_times_the_expected_at_most() -> None:
     steady = [float(n) for n in range(32)]
     assert paced([*steady, 1e6]).seconds_per_use == 1 + 0.25 * 3
 
 
-def test_uses_at_once_are_timed_with_those_after_them() -> None:
+def test_simultaneous_uses_are_timed_with_the_next() -> None:
     bursts = [8.0 * (n // 8) for n in range(65)]
     assert paced(bursts).seconds_per_use == pytest.approx(1, abs=0.05)
 
 
-def test_a_stream_that_was_never_timed_has_a_pace_when_it_was() -> None:
+def test_untimed_stream_has_a_pace_once_timed() -> None:
     at_once = paced([0.0] * 17)
     assert at_once.seconds_per_use == 0
     for count in range(16):
@@ -252,7 +252,7 @@ def test_a_stream_that_was_never_timed_has_a_pace_when_it_was() -> None:
     assert at_once.seconds_per_use == 0.25
 
 
-def test_a_use_of_the_same_group_again_is_no_other_use() -> None:
+def test_repeated_use_of_a_group_counts_once() -> None:
     stream = paced([0.0, 1.0, 2.0, 3.0])
     for now in (3.5, 3.75):
         stream.use("g0", now)
@@ -260,7 +260,7 @@ def test_a_use_of_the_same_group_again_is_no_other_use() -> None:
     assert stream.times(3.75).tolist()[:3] == [6.75 + 0, 4.75, 5.75]
 
 
-def test_what_is_late_recedes_by_as_much() -> None:
+def test_late_group_recedes_by_its_delay() -> None:
     stream = paced([float(n) for n in range(7)])  # the latest use was of g0
     for now, late in ((6.0, 0), (7.0, 0), (8.0, 1), (12.0, 5)):
         assert stream.late(now) == late
@@ -270,7 +270,7 @@ def test_what_is_late_recedes_by_as_much() -> None:
     assert stream.stopped(10.5, 0)  # late by more than a pass of three uses
 
 
-def test_a_stream_of_no_pace_stops_when_others_made_many_uses() -> None:
+def test_stream_without_pace_stops_after_many_other_uses() -> None:
     for stream in (paced([0.0]), paced([0.0] * 9)):
         assert not stream.stopped(100.0, 16)
         assert stream.stopped(0.0, 17)
@@ -308,7 +308,7 @@ class Told:
         return ranks
 
 
-def test_a_group_is_ranked_by_the_earliest_of_its_next_uses() -> None:
+def test_group_ranks_by_its_earliest_next_use() -> None:
     told = Told("abcdx")
     told.loop(0, "abc", 2.0)  # until 18; "a" comes at 18
     told.now = 17.0
@@ -319,7 +319,7 @@ def test_a_group_is_ranked_by_the_earliest_of_its_next_uses() -> None:
     assert told.schedule.several
 
 
-def test_ranks_are_as_of_the_time_at_which_they_are_asked_for() -> None:
+def test_ranks_are_as_of_the_query_time() -> None:
     told = Told("abcd")
     told.loop(0, "abc", 2.0)
     told.loop(1, "d", 2.0)
@@ -328,8 +328,8 @@ def test_ranks_are_as_of_the_time_at_which_they_are_asked_for() -> None:
     assert told.schedule.farther(np.array([24.0]), 4.0).tolist() == [33]
 
 
-def test_in_a_first_pass_what_was_used_longest_ago_comes_again_first_or_later() -> None:
-    """After as many uses as there were, or up to twice as many; never is what nobody used."""
+def test_first_pass_expects_least_recent_first() -> None:
+    """After as many uses as before, or up to twice as many; an unused group never."""
     told = Told("abcdxy")
     told.loop(0, "abcd", 1.0, passes=1)
     told.loop(1, "y", 1.0, passes=1)
@@ -338,7 +338,7 @@ def test_in_a_first_pass_what_was_used_longest_ago_comes_again_first_or_later() 
     assert ranks[4] == np.inf
 
 
-def test_a_group_that_is_gone_may_come_again() -> None:
+def test_discarded_group_may_return() -> None:
     told = Told("abcy")
     told.loop(0, "abc", 2.0)
     told.loop(1, "yb", 2.0)
@@ -352,17 +352,17 @@ def test_a_group_that_is_gone_may_come_again() -> None:
     assert 0 < ranks[0] < ranks[-1] < np.inf
 
 
-def test_groups_that_data_choose_are_ranked_by_how_often_they_are_used() -> None:
+def test_routed_groups_rank_by_frequency() -> None:
     told = Told("abcdy")
     for key in "often", "seldom":
         told.schedule.known.introduce(key, UseOrder.ROUTED)
     for turn in range(12):
         told.loop(0, "abcd", 1.0, passes=1)
         told.loop(1, "y", 0.0, passes=1)
-        told.schedule.come("often", 0)
+        told.schedule.note_unordered_use("often", 0)
         if turn % 4 == 0:
-            told.schedule.come("seldom", 0)
-    told.schedule.come("told by the caller", 0)
+            told.schedule.note_unordered_use("seldom", 0)
+    told.schedule.note_unordered_use("told by the caller", 0)
     often, seldom = (
         told.schedule.ranks(np.array([told.schedule.known.number(k)]))[0]
         for k in ("often", "seldom")
@@ -370,13 +370,13 @@ def test_groups_that_data_choose_are_ranked_by_how_often_they_are_used() -> None
     assert told.now < often < seldom < np.inf
 
 
-def test_schedule_that_foretells_nothing_takes_no_hints() -> None:
+def test_schedule_expecting_nothing_takes_no_hints() -> None:
     told = Told("abcy")
     told.schedule = UseStreams(
         lambda: told.now,
         told.used.__contains__,
         lambda: np.ones(16, dtype=np.int64),
-        foretell=False,
+        prefetch=False,
     )
     for streams in (1, 2):
         told.loop(0, "abc", 1.0)
@@ -384,15 +384,15 @@ def test_schedule_that_foretells_nothing_takes_no_hints() -> None:
             told.loop(1, "y", 1.0, passes=1)
         schedule = told.schedule
         assert schedule.several == (streams == 2)
-        schedule.known.expect(["b"])
-        schedule.known.expect_not("b")
+        schedule.known.prefetch(["b"])
+        schedule.known.cancel_prefetch("b")
         assert schedule.ahead(9).tolist() == []
         assert schedule.streams(9) == []
-        assert schedule.known.foretold() == 0
+        assert schedule.known.prefetched_count() == 0
         assert not schedule.learning
 
 
-def test_a_first_stream_begins_when_all_groups_that_there_were_are_gone() -> None:
+def test_first_stream_begins_anew_when_all_groups_are_gone() -> None:
     told = Told("abc")
     for key in "abc":
         told.schedule.known.forget(key)
@@ -401,46 +401,48 @@ def test_a_first_stream_begins_when_all_groups_that_there_were_are_gone() -> Non
     assert max(told.ranks("xy")) < np.inf
 
 
-def test_what_the_caller_expects_comes_before_all_streams() -> None:
+def test_expected_keys_come_before_all_streams() -> None:
     told = Told("abcdxy")
     told.loop(0, "abc", 1.0)
     told.loop(1, "d", 1.0)
-    told.schedule.known.expect(["y", "x"])
+    told.schedule.known.prefetch(["y", "x"])
     ranks = told.ranks("yxabcd")
     assert ranks[:2] == sorted(ranks[:2])
     assert ranks[1] < told.now < min(ranks[2:])
-    assert told.schedule.known.named().tolist() == [told.schedule.known.number(key) for key in "yx"]
+    assert told.schedule.known.prefetched_numbers().tolist() == [
+        told.schedule.known.number(key) for key in "yx"
+    ]
     told.use(1, "y")
-    assert told.schedule.known.foretold() == 1
+    assert told.schedule.known.prefetched_count() == 1
 
 
-def test_what_several_streams_foretell_comes_one_stream_after_the_other() -> None:
+def test_streams_interleave_their_expected_keys() -> None:
     told = Told("abcxyz")
     for one, other in zip("abc" * 3, "xyz" * 3, strict=True):
         told.use(0, one)
         told.use(1, other)
         told.now += 1
-    told.schedule.known.expect(["y"])
+    told.schedule.known.prefetch(["y"])
     assert told.schedule.several
     numbers = [told.schedule.known.number(key) for key in "yabxy"]
     assert told.schedule.ahead(2).tolist() == numbers
 
 
-def test_of_one_stream_nothing_waits_for_what_another_is_stuck_at() -> None:
-    several = Foreseen(np.array([4, 5, 6, 7]), np.zeros(4), np.array([0, 1, 0, 1]))
+def test_stream_blocked_does_not_delay_another() -> None:
+    several = ExpectedUses(np.array([4, 5, 6, 7]), np.zeros(4), np.array([0, 1, 0, 1]))
     assert several.of_streams_of([5]).tolist() == [False, True, False, True]
     assert not several.of_streams_of([]).any()
-    assert not Foreseen(np.array([4, 5])).of_streams_of([5]).any()
+    assert not ExpectedUses(np.array([4, 5])).of_streams_of([5]).any()
 
 
-def test_before_anybody_used_anything_one_order_is_there() -> None:
+def test_schedule_before_any_use_has_one_order() -> None:
     told = Told("ab")
     assert told.ranks("ab") == [np.inf, np.inf]
     assert not told.schedule.several
     assert told.schedule.learning
 
 
-def test_who_holds_most_gives_up_first_and_what_others_use_too_is_spared() -> None:
+def test_largest_holder_evicts_first_and_spares_shared_keys() -> None:
     told = Told("abcdef")
     for _ in range(12):
         for stream, key in ((0, "abcde"[int(told.now) % 5]), (1, "fe"[int(told.now) % 2])):
@@ -452,7 +454,7 @@ def test_who_holds_most_gives_up_first_and_what_others_use_too_is_spared() -> No
     assert not any(told.schedule.spared(np.array([0, 5]))[:6]), "they hold the same"
 
 
-# Who goes on with which stream --------------------------------------------------------------------
+# Assignment of uses to streams --------------------------------------------------------------------
 
 
 def places(told: Told, uses: list[tuple[int, str]], *, lent: bool) -> list[int]:
@@ -471,12 +473,12 @@ def places(told: Told, uses: list[tuple[int, str]], *, lent: bool) -> list[int]:
     return found
 
 
-def test_users_beside_each_other_have_streams_of_their_own() -> None:
+def test_users_side_by_side_get_separate_streams() -> None:
     told = Told("abcxyz")
     assert places(told, [(1, "a"), (2, "x"), (1, "b"), (2, "y")], lent=True) == [0, 1, 0, 1]
 
 
-def test_users_that_take_turns_make_one_stream() -> None:
+def test_users_taking_turns_share_a_stream() -> None:
     """Whichever of them runs which model."""
     told, drawn = Told("abcxyz"), random.Random(1)
     for _ in range(12):
@@ -486,7 +488,7 @@ def test_users_that_take_turns_make_one_stream() -> None:
     assert next(iter(told.schedule.ahead(1))) == told.schedule.known.number("a")
 
 
-def test_users_of_a_pool_go_on_where_others_ended() -> None:
+def test_pool_users_continue_where_others_ended() -> None:
     """Two models at the same time, each by whichever thread is free: each keeps its stream."""
     told, drawn = Told("abcxyz"), random.Random(2)
     places(told, [(1, "a"), (2, "x"), (1, "b"), (2, "y"), (1, "c"), (2, "z")] * 3, lent=True)
@@ -500,7 +502,7 @@ def test_users_of_a_pool_go_on_where_others_ended() -> None:
         assert places(told, uses, lent=True) == [0, 1] * 3
 
 
-def test_users_of_one_model_at_once_share_what_was_learned() -> None:
+def test_users_of_one_model_share_the_learned_order() -> None:
     told = Told("abcde")
     places(told, [(1, key) for key in "abcde" * 3], lent=True)
     uses = [(1, "a"), (1, "b"), (2, "a"), (1, "c"), (2, "b"), (1, "d"), (2, "c")]
@@ -510,7 +512,7 @@ def test_users_of_one_model_at_once_share_what_was_learned() -> None:
     assert second.tolist() == [told.schedule.known.number(key) for key in "de"]
 
 
-def test_short_leases_at_once_are_streams_after_a_few_surprises() -> None:
+def test_short_simultaneous_leases_become_streams() -> None:
     told, drawn = Told("abcdexyzuv"), random.Random(3)
     left = {1: "abcde" * 30, 2: "xyzuv" * 30}
     uses = []
@@ -529,7 +531,7 @@ def test_short_leases_at_once_are_streams_after_a_few_surprises() -> None:
     assert CONTESTED > 0
 
 
-def test_streams_are_bounded_whatever_users_come() -> None:
+def test_streams_are_bounded_for_any_number_of_users() -> None:
     told = Told("abc")
     for user in range(3 * MOST):
         told.use(user, "abc"[user % 3])
@@ -539,7 +541,7 @@ def test_streams_are_bounded_whatever_users_come() -> None:
         assert set(places(ever, [(user, key) for key in "abc"], lent=True)) == {0}
 
 
-def test_a_stream_that_stopped_has_no_part_in_anything() -> None:
+def test_stopped_stream_takes_no_part() -> None:
     told = Told("abcxyz")
     alone = Told("abcxyz")
     places(told, [(1, "a"), (2, "x"), (1, "b"), (2, "y"), (1, "c"), (2, "z")] * 3, lent=True)
@@ -550,7 +552,7 @@ def test_a_stream_that_stopped_has_no_part_in_anything() -> None:
     assert told.ranks("xyz") == [np.inf] * 3
 
 
-def test_a_stream_unused_for_as_long_as_one_remembers_is_forgotten() -> None:
+def test_stream_unused_beyond_history_is_forgotten() -> None:
     told = Told("abcxyz")
     told.schedule = UseStreams(
         lambda: told.now,
@@ -580,7 +582,7 @@ WAYS = {(Tier.DISK, Tier.HOST): 1.0, (Tier.HOST, Tier.DEVICE): 10.0}
 @pytest.mark.parametrize("count", [2, 4])
 @pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("jitter", [0.0, 0.3])
-def test_models_at_once_wait_as_little_as_one_by_one(
+def test_simultaneous_models_wait_as_little_as_alone(
     count: int, device: bool, jitter: float
 ) -> None:
     """Computing takes twice as long as reading, and there is room for less than half."""
@@ -609,7 +611,7 @@ def test_models_at_once_wait_as_little_as_one_by_one(
     assert at_once[2] <= one_by_one[2] + 0.01
 
 
-def test_where_room_is_scarce_the_next_read_of_each_stream_may_be_on_its_way() -> None:
+def test_each_stream_may_prefetch_its_next_read_when_full() -> None:
     """A little more than one group may be, as far as room goes, of one stream."""
     loops = [cycle(12, 1, f"{model} ") for model in range(2)]
     planner = planner_for({Tier.HOST: 10, Tier.DISK: None}, "next-use")
@@ -638,7 +640,7 @@ def test_where_room_is_scarce_the_next_read_of_each_stream_may_be_on_its_way() -
     assert most == 2
 
 
-def test_as_one_order_models_at_once_wait() -> None:
+def test_simultaneous_models_as_one_order_wait() -> None:
     """The control of the test above: with one order for all it would fail."""
     drawn = random.Random(1)
     left = {model: cycle(40, 15, f"{model} ") for model in range(2)}
@@ -652,7 +654,7 @@ def test_as_one_order_models_at_once_wait() -> None:
 
 
 @pytest.mark.parametrize("users", [1, 3])
-def test_users_in_turn_are_planned_for_as_one_is(users: int) -> None:
+def test_alternating_users_are_planned_as_one(users: int) -> None:
     """Instruction by instruction, with all that is fetched early."""
     instructed = []
     for last in (1, users):
@@ -672,12 +674,14 @@ def test_users_in_turn_are_planned_for_as_one_is(users: int) -> None:
 # The planner ------------------------------------------------------------------------------------
 
 
-def test_nobody_is_offered_this_policy() -> None:
-    assert NEXT_USE_UNFORETOLD not in POLICIES
+def test_policy_for_streams_is_not_offered_by_name() -> None:
+    assert NEXT_USE_WITHOUT_PREFETCH not in POLICIES
 
 
-def test_it_plans_for_a_device_too() -> None:
-    planner = planner_for({Tier.DEVICE: 2, Tier.HOST: 3, Tier.DISK: None}, NEXT_USE_UNFORETOLD)
+def test_streams_plan_for_a_device() -> None:
+    planner = planner_for(
+        {Tier.DEVICE: 2, Tier.HOST: 3, Tier.DISK: None}, NEXT_USE_WITHOUT_PREFETCH
+    )
     workers = Workers({}, 0, planner)
     for key in "abcde":
         workers.tell(events.Registered(GroupId(key, 0), 1, backing=True))
@@ -687,7 +691,7 @@ def test_it_plans_for_a_device_too() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_one_user_is_planned_for_as_one_order_is(policy: str) -> None:
+def test_single_user_is_planned_as_one_order(policy: str) -> None:
     """Instruction by instruction, in random histories, which are planned for by one order."""
     followed = 0
     for seed in range(60):
@@ -698,10 +702,10 @@ def test_one_user_is_planned_for_as_one_order_is(policy: str) -> None:
     assert followed > 1000
 
 
-@pytest.mark.parametrize("policy", [NEXT_USE_UNFORETOLD, *POLICIES])
+@pytest.mark.parametrize("policy", [NEXT_USE_WITHOUT_PREFETCH, *POLICIES])
 @pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("seed", range(8))
-def test_every_promise_holds_in_random_histories_of_several_streams(
+def test_streams_in_random_histories_keep_every_promise(
     seed: int, device: bool, policy: str
 ) -> None:
     budgets: dict[Tier, int | None] = {Tier.HOST: 30, Tier.DISK: None}
@@ -734,7 +738,7 @@ class History:
 
     def _register(self) -> None:
         self._made += 1
-        order = self._random.choice((UseOrder.LEARNED, UseOrder.ROUTED, UseOrder.ANNOUNCED))
+        order = self._random.choice((UseOrder.LEARNED, UseOrder.ROUTED, UseOrder.PREFETCHED))
         key = f"g{self._random.randrange(12)}"
         if all(group.key != key for group in self._known):
             group = GroupId(key, self._made)
@@ -792,7 +796,7 @@ class History:
         assert self._workers.planner.groups() == set()
 
 
-def test_groups_are_registered_and_go_while_several_streams_go_on() -> None:
+def test_groups_come_and_go_while_streams_continue() -> None:
     """Each has a rank at once, however many there are: none yet, or what is left of it."""
     told, drawn = Told("abcxyz"), random.Random(4)
     more = [f"more {number}" for number in range(200)]

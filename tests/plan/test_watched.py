@@ -1,7 +1,7 @@
-"""Who waits, what moves for them, and how fast: looked at after every step of random histories.
+"""Requests, their moves, and their speed, checked after every step of random histories.
 
-`tests/histories` sees to what may never happen. Here is what must happen: room that can be had is
-had, and the books beside the copies agree with them.
+`tests/histories` checks that nothing forbidden happens. These tests check that progress is made:
+free space is used, and the bookkeeping beside the copies agrees with them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FULL = (39, 57)
 
 
 class Told(RankingPolicy):
-    """Writes down which complete copies there should be, after what it was told."""
+    """Records the complete copies that its events should result in."""
 
     def __init__(self, tiers: Collection[Tier]) -> None:
         super().__init__(LeastRecentlyUsed(), tiers)
@@ -64,14 +64,14 @@ class Watched(World):
     def step(self, event: events.Event) -> None:
         before = len(self.books.followed)
         super().step(event)
-        self._look_at_the_hops()
-        self._look_at_the_books()
+        self._check_hops()
+        self._check_bookkeeping()
         new = self.books.followed[before:]
         self.given_up = {i.tier for i in new if isinstance(i, Drop)}
         for copy in (i for i in new if isinstance(i, Copy)):
             self._look_at(copy, ahead=isinstance(event, events.SpillAdvised))
         if not isinstance(event, events.Registered | events.ErrorReported):  # these pursue nothing
-            self._look_for_those_who_wait_in_vain()
+            self._check_blocked()
         self.steps += 1
         going = [copy for copy in self.books.moving if not self._ends(copy)]
         if going and self.steps % 3 == 0:
@@ -82,14 +82,14 @@ class Watched(World):
     def _ends(self, copy: Copy) -> bool:
         return any(copy is other for other in self.ending)
 
-    def _look_at_the_hops(self) -> None:
+    def _check_hops(self) -> None:
         for way, hop in self.inside.prefetcher.hops.items():
             on_it = [copy for copy in self.books.moving if (copy.src, copy.dst) == way]
             ends = [copy for copy in on_it if self._ends(copy)]
             assert (hop.copies, hop.ending) == (len(on_it), len(ends)), way
             assert hop.nbytes == sum(copy.nbytes for copy in on_it), way
 
-    def _look_at_the_books(self) -> None:
+    def _check_bookkeeping(self) -> None:
         groups = self.inside.table.groups.values()
         newest = [group for group in groups if group.number >= 0]
         self.planner.check()
@@ -100,7 +100,7 @@ class Watched(World):
             assert self.admitted.there[tier] == there, f"the policy believes otherwise: {tier.name}"
 
     def _look_at(self, copy: Copy, *, ahead: bool) -> None:
-        """Whether somebody waits for a new copy."""
+        """Return whether a request waits for a new copy."""
         if copy.dst > copy.src:
             assert copy.urgent != ahead, copy
             return
@@ -109,16 +109,16 @@ class Watched(World):
         waits |= copy.dst >= self.books.host and group in requests.host_demands
         assert copy.urgent == waits, copy
 
-    def _look_for_those_who_wait_in_vain(self) -> None:
+    def _check_blocked(self) -> None:
         requests, table, host = self.inside.requests, self.inside.table, self.books.host
         for group in requests.offloads:
             wanted = group in requests.demands or group in requests.host_demands
             there = wanted or group.present(self.books.top)
             assert there, f"{group.id} is not there to be offloaded"
         for group in requests.demands:
-            self._look_at_one_who_waits(group, self.books.top, is_pulled=True)
+            self._check_waiter(group, self.books.top, is_pulled=True)
         for group in requests.host_demands:
-            self._look_at_one_who_waits(group, host, is_pulled=False)
+            self._check_waiter(group, host, is_pulled=False)
         for group in requests.claims:
             had = group.error or group.copies or not self._has_room(group, host)
             assert had, f"{group.id} waits"
@@ -129,7 +129,7 @@ class Watched(World):
                 had = below in group.copies or not self._has_room(group, below)
                 assert had, f"{group.id} is not saved"
 
-    def _look_at_one_who_waits(self, group: GroupRecord, goal: Tier, *, is_pulled: bool) -> None:
+    def _check_waiter(self, group: GroupRecord, goal: Tier, *, is_pulled: bool) -> None:
         """Bytes are on their way, or there is no room for them on the next tier."""
         there = [tier for tier in self.books.tiers if group.present(tier)]
         if group.error or not there or min(there) <= goal:
@@ -144,21 +144,21 @@ class Watched(World):
         above = self.inside.table.above[min(there)]
         next_one = group.copies.get(above)
         if next_one is None:
-            only_room = renewed and not is_pulled
-            had = only_room or not self._has_room(group, above)
+            only_space = renewed and not is_pulled
+            had = only_space or not self._has_room(group, above)
             assert had, f"{group.id} waits half-way for room that is there"
         elif next_one.state is State.RESERVED:
             pulled = group in requests.demands and top in group.copies
             assert renewed and not pulled, f"{group.id} is forgotten"
 
     def _has_room(self, group: GroupRecord, tier: Tier) -> bool:
-        """Whether there is room for it on `tier`, or could be if clean copies were dropped."""
+        """Return whether `tier` has space for it, or would after dropping clean copies."""
         budget, used = self.planner.budgets[tier], self.planner.used[tier]
         if budget is None or tier in self.given_up:
             return budget is None  # others may have dropped some of what they need just now
         groups = self.inside.table.groups.values()
         leaving = any(tier in g.copies and g.copies[tier].unwanted for g in groups)
-        # What goes first, and whether it is dropped or saved, is the policy's choice.
+        # The policy chooses the victim, and whether it is dropped or saved.
         may_go = [] if leaving else [g for g in groups if self._may_go(g, tier)]
         return used + group.cost(tier) - sum(g.cost(tier) for g in may_go) <= budget
 
@@ -189,7 +189,7 @@ class WatchedHistory(History):
 
 @pytest.mark.parametrize("remote", [False, True])
 @pytest.mark.parametrize("first", range(0, HISTORIES, 20))
-def test_all_that_can_be_done_is_done_in_random_histories(first: int, remote: bool) -> None:
+def test_watched_random_histories_do_everything_possible(first: int, remote: bool) -> None:
     for seed in set(range(first, first + 20)).difference(FULL if remote else ()):
         history = WatchedHistory(seed, remote=remote)
         history.play(STEPS)

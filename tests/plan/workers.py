@@ -17,14 +17,17 @@ from tierstore.model import events
 from tierstore.model.groups import GroupId
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Access, Tier
-from tierstore.plan.planner import NEXT_USE_UNFORETOLD, Planner, planner_for
+from tierstore.plan.planner import NEXT_USE_WITHOUT_PREFETCH, Planner, planner_for
 
 
 @dataclass
 class Worker:
-    """Uses `keys` again and again, each for so many seconds (and up to `jitter` times as many
-    more), from `start` on (seconds), for so many passes. It holds so many groups at once, and takes
-    `burst` at once: then it computes with all of them."""
+    """Uses `keys` in a loop, as one of several workers.
+
+    Each use takes so many seconds (up to `jitter` times as many more), from `start` on (seconds),
+    for so many passes. It holds `held` groups at once, and acquires `burst` at once: then it
+    computes with all of them.
+    """
 
     stream: int
     keys: Sequence[str]
@@ -45,7 +48,7 @@ class Workers:
         self, groups: Mapping[str, int], room: int, planner: Planner | None = None, seed: int = 1
     ) -> None:
         budgets = {Tier.HOST: room, Tier.DISK: None}
-        self.planner = planner or planner_for(budgets, NEXT_USE_UNFORETOLD)
+        self.planner = planner or planner_for(budgets, NEXT_USE_WITHOUT_PREFETCH)
         self.now = 0.0
         self.missed: Counter[tuple[int, int]] = Counter()
         self.fetched = 0

@@ -1,4 +1,4 @@
-"""GGUF files of small models. Their bytes are valid; what they say matters to nobody."""
+"""GGUF files of small models, with valid bytes and arbitrary values."""
 
 from __future__ import annotations
 

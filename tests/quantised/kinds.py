@@ -95,7 +95,7 @@ def quantised(model: str, checkpoint: Any, kind: str) -> Any:
 
 
 def large_parts(model: str, pipe: Any) -> Iterator[nn.Module]:
-    """What is quantised of it."""
+    """The models to quantise."""
     if model == "llama":
         yield pipe
     for name in _COMPONENTS.get(model, ()):

@@ -10,11 +10,11 @@ from tests.bench.test_benches import cells, number, run
 
 pytestmark = pytest.mark.long(
     "two processes that import all libraries; test_parity.py does the same in one",
-    sentinel="tests/quantised/test_parity.py::test_output_bytes_and_budgets",
+    sentinel="tests/quantised/test_parity.py::test_quantised_output_bytes_and_budgets_are_equal",
 )
 
 
-def test_quantising(tmp_path: Path) -> None:
+def test_quantising_bench_runs(tmp_path: Path) -> None:
     text = run("quantising", tmp_path)
     rows = cells(text)
     assert number(rows["quantised, first start"][-1]) > 0
@@ -22,7 +22,7 @@ def test_quantising(tmp_path: Path) -> None:
     assert text.count("it is what was asked for (1)") == len(rows) - 1 == 4
 
 
-def test_quantised(tmp_path: Path) -> None:
+def test_quantised_bench_runs(tmp_path: Path) -> None:
     text = run("quantised", tmp_path, "--kinds", "torchao_int8", "Q4_K", "--models", "flux")
     for kind in ("torchao_int8", "Q4_K"):
         _, nbytes, *runs, outside = cells(text)[f"{kind}, flux"]

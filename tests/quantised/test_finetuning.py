@@ -93,7 +93,7 @@ CASES = [
 
 @pytest.mark.parametrize("how", ("plain", "reentrant", "not reentrant"))
 @pytest.mark.parametrize(("device", "kind"), CASES)
-def test_a_few_steps_are_the_same(
+def test_finetuning_steps_equal_plain_torch(
     device: str, kind: str, how: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     plain, model = adapted(checkpoint, kind), adapted(checkpoint, kind)
@@ -117,7 +117,7 @@ def test_a_few_steps_are_the_same(
 
 
 @pytest.mark.parametrize("kind", ("Q8_0", "Q4_0"))
-def test_a_lora_over_a_gguf_file(
+def test_lora_over_a_gguf_file_trains(
     kind: str, checkpoint: Checkpoints, tmp_path: Path, disk_dir: Path
 ) -> None:
     """On the CPU: on the pretend accelerator it does not go backward without a store either."""
@@ -169,7 +169,7 @@ def of_latents(model: Any, number: int, device: str) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_graph_holds_no_memory_of_the_store(
+def test_autograd_graph_holds_no_store_memory(
     kind: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     model = adapted(checkpoint, kind)
@@ -182,9 +182,7 @@ def test_the_graph_holds_no_memory_of_the_store(
 
 
 @pytest.mark.parametrize("kind", KEPT_QUANTISED)
-def test_a_graph_is_gone_back_through_twice(
-    kind: str, checkpoint: Checkpoints, disk_dir: Path
-) -> None:
+def test_double_backward_works(kind: str, checkpoint: Checkpoints, disk_dir: Path) -> None:
     model = adapted(checkpoint, kind)
     (weight, *_) = trained(model)
     (expected,) = torch.autograd.grad(of_text(model, 0, "cpu"), weight)
@@ -199,7 +197,7 @@ def test_a_graph_is_gone_back_through_twice(
 
 
 @pytest.mark.parametrize("kind", KEPT_QUANTISED)
-def test_a_quantised_weight_that_is_changed_in_between_raises(
+def test_quantised_weight_changed_in_between_raises(
     kind: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     model = adapted(checkpoint, kind)

@@ -47,7 +47,7 @@ def pipeline_of(flux: Path, transformer: Any) -> Any:
 
 @on_both
 @pytest.mark.parametrize("kind", TYPES)
-def test_it_is_read_where_it_lies(
+def test_gguf_file_is_read_in_place(
     kind: str, device: str, flux: Path, tmp_path: Path, disk_dir: Path
 ) -> None:
     path = tmp_path / f"{kind}.gguf"
@@ -72,7 +72,7 @@ def test_it_is_read_where_it_lies(
         assert stats.peak_bytes["HOST"] <= int(0.3 * nbytes)
 
 
-def test_what_is_no_gguf_file_says_so(flux: Path, tmp_path: Path, disk_dir: Path) -> None:
+def test_file_that_is_no_gguf_raises(flux: Path, tmp_path: Path, disk_dir: Path) -> None:
     path = tmp_path / "broken.gguf"
     path.write_bytes(b"GGUX" * 64)
     with open_store(disk_dir) as store, pytest.raises(ValueError, match="GGUF magic"):

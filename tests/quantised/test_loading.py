@@ -65,7 +65,7 @@ def same(found: Any, expected: Any) -> None:
     ],
     ids=("int8", "fp8", "some modules"),
 )
-def test_it_is_what_diffusers_makes_of_it(
+def test_quantised_weights_equal_those_of_diffusers(
     chosen: dict[str, Any], flux: Path, disk_dir: Path
 ) -> None:
     folder = flux / "transformer"
@@ -78,7 +78,7 @@ def test_it_is_what_diffusers_makes_of_it(
     assert found.hf_quantizer.quantization_config.quant_method == "torchao"
 
 
-def test_a_pipeline_computes_the_same(flux: Path, disk_dir: Path) -> None:
+def test_quantised_pipeline_output_is_equal(flux: Path, disk_dir: Path) -> None:
     mapping = {"transformer": TorchAoConfig(Int8WeightOnlyConfig())}
     config = PipelineQuantizationConfig(quant_mapping=mapping)
     load = {"quantization_config": config, "torch_dtype": pipelines.DTYPE}
@@ -93,7 +93,9 @@ def test_a_pipeline_computes_the_same(flux: Path, disk_dir: Path) -> None:
     assert torch.equal(pipelines.run("flux", pipe), expected)
 
 
-def test_a_model_of_transformers(checkpoint: Checkpoints, disk_dir: Path) -> None:
+def test_quantised_transformers_model_output_is_equal(
+    checkpoint: Checkpoints, disk_dir: Path
+) -> None:
     folder = checkpoint("llama")
 
     def named() -> dict[str, Any]:
@@ -110,7 +112,7 @@ def test_a_model_of_transformers(checkpoint: Checkpoints, disk_dir: Path) -> Non
             assert (store.stats().bytes_written > 0) == (start == "first")
 
 
-def test_another_configuration_or_another_file_is_not_what_was_kept(
+def test_cached_result_of_another_configuration_is_not_used(
     flux: Path, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     folder, other = flux / "transformer", checkpoint("flux", transformer=5) / "transformer"
@@ -125,7 +127,7 @@ def test_another_configuration_or_another_file_is_not_what_was_kept(
             assert store.stats().bytes_written > 0
 
 
-def test_files_that_were_touched_are_read_again_and_nothing_is_written(
+def test_touched_files_are_read_again_without_writing(
     flux: Path, disk_dir: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "copy"

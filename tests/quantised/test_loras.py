@@ -39,7 +39,9 @@ def outputs(model: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ("torchao_int8", "quanto_int8", "bitsandbytes_nf4"))
-def test_a_lora(kind: str, checkpoint: Checkpoints, disk_dir: Path) -> None:
+def test_lora_on_a_quantised_model_is_equal(
+    kind: str, checkpoint: Checkpoints, disk_dir: Path
+) -> None:
     expected = outputs(quantised("llama", checkpoint, kind))
     assert not torch.equal(expected[0], expected[1])
     assert not torch.equal(expected[1], expected[2])

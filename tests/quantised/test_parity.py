@@ -66,7 +66,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("device", "model", "kind", "share"), CASES)
-def test_output_bytes_and_budgets(
+def test_quantised_output_bytes_and_budgets_are_equal(
     device: str,
     model: str,
     kind: str,
@@ -100,7 +100,7 @@ def test_output_bytes_and_budgets(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_reads_and_copies_as_an_ordinary_model(
+def test_quantised_model_reads_and_copies_like_a_plain_one(
     kind: str, checkpoint: Checkpoints, output: Output, disk_dir: Path
 ) -> None:
     expected = output("llama", kind, "cpu")

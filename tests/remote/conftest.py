@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from tests.remote.servers import BUCKET, Proxy, environment, proxied, s3_server, upload
-from tierstore.tiers.object_store import patience
+from tierstore.tiers.object_store import retry_policy
 
 _names = count()
 
@@ -39,7 +39,7 @@ def s3() -> Iterator[str]:
 @pytest.fixture
 def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     """A proxy before the server, at which obstore looks for S3. Retries do not wait for long."""
-    with patience(pauses=(0.05, 0.1)), proxied(s3) as found:
+    with retry_policy(pauses=(0.05, 0.1)), proxied(s3) as found:
         for name, value in environment(found.address).items():
             monkeypatch.setenv(name, value)
         yield found

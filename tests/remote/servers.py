@@ -1,4 +1,4 @@
-"""An S3 server in a process of its own, and a proxy before it that does to answers what it is told.
+"""An S3 server in a separate process, and a proxy before it that injects faults into answers.
 
 The proxy counts requests, so that a fault can be made at each of them in turn.
 """
@@ -24,7 +24,7 @@ SIGNED = {
     "Authorization": "AWS4-HMAC-SHA256 Credential=key/20260101/us-east-1/s3/aws4_request, "
     "SignedHeaders=host, Signature=0"
 }
-"""What moto takes for somebody who may do anything. It looks at no signature."""
+"""Credentials that moto accepts for full access. It checks no signature."""
 
 
 def free_port() -> int:
@@ -93,7 +93,7 @@ def _change(address: str, name: str, method: str, data: bytes | None) -> None:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said to one request."""
+    """The server's answer to one request."""
 
     status: int
     headers: dict[str, str]
@@ -106,10 +106,10 @@ Fault = Callable[["Handler", Answer], Answer | None]
 
 @dataclass
 class Proxy:
-    """Passes requests on to `upstream`. `faults` are made at requests of these numbers, from 1 on.
+    """Passes requests on to `upstream`, and injects `faults` at requests of these numbers (from 1).
 
-    `requests` lists what was asked for: the method, the path and the range; `etags` are those that
-    were told. Headers in `drop_headers`, in lower case, are not passed on.
+    `requests` lists the method, path and range of each; `etags` those that were sent. Headers in
+    `drop_headers`, in lower case, are not passed on.
     """
 
     upstream: str
@@ -191,7 +191,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Who asked has gone away."""
+        """The client has disconnected."""
 
 
 @contextmanager
@@ -252,9 +252,9 @@ def forbidden(handler: Handler, answer: Answer) -> Answer:
 
 
 def hangs(handler: Handler, answer: Answer) -> None:
-    """Nothing comes, and the connection stays."""
+    """Send nothing, and keep the connection open."""
     time.sleep(30)
 
 
 REPAIRED = {f.__name__: f for f in (late, cut_before, cut_inside, shorter, error_500, busy)}
-"""What goes away when one asks again."""
+"""Faults that a retry overcomes."""

@@ -80,7 +80,7 @@ def put(address: str, path: str, parameter: str = "", data: bytes = b"") -> None
     urllib.request.urlopen(request, timeout=STARTING_SECONDS).close()
 
 
-def test_a_checkpoint_is_fetched_and_a_replaced_one_is_stale(
+def test_azure_checkpoint_is_fetched_and_replaced_is_stale(
     azurite: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = {"STORAGE_ACCOUNT_NAME": ACCOUNT, "STORAGE_ACCOUNT_KEY": KEY}

@@ -1,4 +1,4 @@
-"""What was fetched stays on disk for the next program, and is never wrong."""
+"""Fetched groups stay on disk for the next program, and are never wrong."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def files(directory: Path) -> list[Path]:
 
 
 @pytest.mark.full("as a step that was cut short")
-def test_a_second_run_fetches_nothing(checkpoint: Uploaded, proxy: Proxy, tmp_path: Path) -> None:
+def test_second_run_fetches_nothing(checkpoint: Uploaded, proxy: Proxy, tmp_path: Path) -> None:
     warmed(checkpoint, tmp_path)
     with opened(tmp_path) as store:
         store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
-        proxy.every = error_500  # nobody is asked any more
+        proxy.every = error_500  # no request succeeds any more
         before = len(proxy.requests)
         for key in checkpoint.groups:
             assert_holds(store, checkpoint, key)
@@ -54,11 +54,13 @@ def test_a_second_run_fetches_nothing(checkpoint: Uploaded, proxy: Proxy, tmp_pa
 
 @pytest.mark.full("as a step that was cut short")
 @pytest.mark.parametrize("passes", [1, 3])
-def test_a_second_run_with_half_of_it_fetches_the_other_half(
+def test_second_run_with_half_the_cache_fetches_the_rest(
     passes: int, checkpoint: Uploaded, tmp_path: Path
 ) -> None:
-    """And one group more, at most: where the disk is full of what is needed, the first that comes
-    takes the room of one."""
+    """At most one group more.
+
+    Where the disk is full of needed groups, the first that arrives takes the space of one.
+    """
     warmed(checkpoint, tmp_path, "220KB", passes)
     there = len(files(tmp_path))
     assert 4 <= there <= 6
@@ -73,7 +75,7 @@ def test_a_second_run_with_half_of_it_fetches_the_other_half(
         assert count - there - 0.1 <= fetched <= count - there + 1.1
 
 
-def test_a_smaller_budget_at_the_next_run_is_kept_to(checkpoint: Uploaded, tmp_path: Path) -> None:
+def test_smaller_budget_at_the_next_run_is_enforced(checkpoint: Uploaded, tmp_path: Path) -> None:
     warmed(checkpoint, tmp_path)
     assert len(files(tmp_path)) == 12
     with opened(tmp_path, "150KB") as store:
@@ -85,7 +87,7 @@ def test_a_smaller_budget_at_the_next_run_is_kept_to(checkpoint: Uploaded, tmp_p
     assert sum(path.stat().st_size for path in files(tmp_path)) <= 170_000
 
 
-def test_what_was_fetched_makes_room_for_what_is_put(checkpoint: Uploaded, tmp_path: Path) -> None:
+def test_fetched_groups_yield_to_put_groups(checkpoint: Uploaded, tmp_path: Path) -> None:
     """Also in a program that uses no object store."""
     warmed(checkpoint, tmp_path, "500KB")
     with opened(tmp_path, "500KB") as store:
@@ -99,7 +101,7 @@ def test_what_was_fetched_makes_room_for_what_is_put(checkpoint: Uploaded, tmp_p
     assert len(files(tmp_path)) <= 3
 
 
-def test_another_object_at_the_same_url_is_fetched(
+def test_other_object_at_the_same_url_is_fetched(
     checkpoint: Uploaded, s3: str, tmp_path: Path
 ) -> None:
     warmed(checkpoint, tmp_path)
@@ -113,9 +115,7 @@ def test_another_object_at_the_same_url_is_fetched(
         assert store.stats().bytes_fetched >= changed.nbytes
 
 
-def test_other_groups_of_the_same_object_are_other_files(
-    checkpoint: Uploaded, tmp_path: Path
-) -> None:
+def test_other_groups_of_one_object_are_other_files(checkpoint: Uploaded, tmp_path: Path) -> None:
     warmed(checkpoint, tmp_path)
     with opened(tmp_path) as store:
         keys = store.register_checkpoint(checkpoint.url, "single/")
@@ -140,14 +140,14 @@ def remove(path: Path) -> None:
 
 
 def spoil(path: Path) -> None:
-    """Of the header, too, nothing can be read."""
+    """The header is unreadable, too."""
     path.write_bytes(b"\xff" * path.stat().st_size)
 
 
 @pytest.mark.full("each damage at each `verify`", keep="values")
 @pytest.mark.parametrize("verify", ["first", "always", "never"])
 @pytest.mark.parametrize("damage", [flip, cut, remove, spoil])
-def test_a_file_that_is_wrong_is_fetched_again(
+def test_damaged_cache_file_is_fetched_again(
     damage: Callable[[Path], None], verify: str, checkpoint: Uploaded, tmp_path: Path
 ) -> None:
     warmed(checkpoint, tmp_path)
@@ -169,7 +169,7 @@ def test_a_file_that_is_wrong_is_fetched_again(
         assert store.stats().bytes_fetched == 0, "it was mended"
 
 
-def test_wrong_bytes_with_right_checksums_would_be_believed(
+def test_wrong_bytes_with_right_checksums_are_accepted(
     checkpoint: Uploaded, tmp_path: Path
 ) -> None:
     """The control: it is the checksums that tell."""
@@ -185,9 +185,7 @@ def test_wrong_bytes_with_right_checksums_would_be_believed(
             assert_holds(store, checkpoint, key)
 
 
-def test_after_a_step_that_was_cut_short_everything_is_still_there(
-    checkpoint: Uploaded, tmp_path: Path
-) -> None:
+def test_interrupted_step_keeps_every_group(checkpoint: Uploaded, tmp_path: Path) -> None:
     with opened(tmp_path, "220KB") as store:
         store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
         for key in list(checkpoint.groups)[:5]:

@@ -13,7 +13,7 @@ from torch import nn
 from tests.remote.servers import BUCKET, Proxy, error_500, upload
 from tierstore import TierStore, disable_offload, load_checkpoint_and_dispatch
 from tierstore.errors import BudgetError, StaleCheckpointError, TransferError
-from tierstore.tiers.object_store import patience
+from tierstore.tiers.object_store import retry_policy
 
 
 def model_of(layers: int = 6) -> nn.Module:
@@ -37,7 +37,7 @@ def empty() -> nn.Module:
 
 
 @torch.no_grad()
-def test_it_computes_what_the_model_does_and_holds_its_values(
+def test_remote_dispatch_computes_and_holds_the_models_values(
     model: nn.Module, proxy: Proxy, tmp_path: Path
 ) -> None:
     x = torch.randn(3, 128)
@@ -58,7 +58,7 @@ def test_it_computes_what_the_model_does_and_holds_its_values(
 
 
 @torch.no_grad()
-def test_the_next_time_only_the_header_is_fetched(
+def test_remote_dispatch_next_time_fetches_headers_only(
     model: nn.Module, proxy: Proxy, tmp_path: Path
 ) -> None:
     x = torch.randn(3, 128)
@@ -74,14 +74,16 @@ def test_the_next_time_only_the_header_is_fetched(
 
 
 @torch.no_grad()
-def test_it_can_be_cast(model: nn.Module, tmp_path: Path) -> None:
+def test_remote_dispatch_can_cast(model: nn.Module, tmp_path: Path) -> None:
     x = torch.randn(3, 128).bfloat16()
     with TierStore("200KB", tmp_path, device="cpu") as store:
         loaded = load_checkpoint_and_dispatch(empty(), URL, store, dtype=torch.bfloat16)
         assert torch.equal(loaded(x), model.bfloat16()(x))
 
 
-def test_a_disk_budget_that_is_too_small_is_told(model: nn.Module, tmp_path: Path) -> None:
+def test_remote_dispatch_with_too_small_disk_budget_raises(
+    model: nn.Module, tmp_path: Path
+) -> None:
     with TierStore("200KB", tmp_path, device="cpu", disk_budget="100KB") as store:
         loaded = empty()
         with pytest.raises(BudgetError, match="disk_budget"):
@@ -89,8 +91,10 @@ def test_a_disk_budget_that_is_too_small_is_told(model: nn.Module, tmp_path: Pat
         assert all(p.device.type == "meta" for p in loaded.parameters())
 
 
-def test_a_fault_leaves_the_model_as_it_was(model: nn.Module, proxy: Proxy, tmp_path: Path) -> None:
-    with patience(deadline=0.5), TierStore("200KB", tmp_path, device="cpu") as store:
+def test_remote_dispatch_failure_leaves_the_model_unchanged(
+    model: nn.Module, proxy: Proxy, tmp_path: Path
+) -> None:
+    with retry_policy(deadline=0.5), TierStore("200KB", tmp_path, device="cpu") as store:
         loaded = empty()
         proxy.before = lambda number: setattr(proxy, "every", error_500 if number > 3 else None)
         with pytest.raises(TransferError, match="could not be read"):
@@ -98,7 +102,7 @@ def test_a_fault_leaves_the_model_as_it_was(model: nn.Module, proxy: Proxy, tmp_
         assert all(p.device.type == "meta" for p in loaded.parameters())
 
 
-def test_an_object_that_is_replaced_meanwhile_is_stale(
+def test_remote_dispatch_of_a_replaced_object_is_stale(
     model: nn.Module, s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
     other = save({k: v + 1 for k, v in model.state_dict().items()})

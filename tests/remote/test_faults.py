@@ -1,5 +1,7 @@
-"""Whatever happens between a store and its server, values are right, or the call that needs them
-says what is wrong."""
+"""Faults between a store and its server.
+
+Values are right, or the call that needs them says why not.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from tests.remote.conftest import Uploaded, assert_holds, uploaded, values_of
 from tests.remote.servers import REPAIRED, Handler, Proxy, error_500, hangs, shorter, upload
 from tierstore import TierStore
 from tierstore.errors import StaleCheckpointError, TransferError
-from tierstore.tiers.object_store import patience
+from tierstore.tiers.object_store import retry_policy
 
 GROUPS, ROWS = 4, 32
 
@@ -35,14 +37,14 @@ def checkpoint(s3: str, proxy: Proxy) -> Uploaded:
 
 
 def requests_of(checkpoint: Uploaded, proxy: Proxy, directory: Path) -> int:
-    """How many requests such a run makes."""
+    """Return the number of requests of such a run."""
     run(checkpoint, directory)
     return len(proxy.requests)
 
 
 @pytest.mark.full("a fault at each request")
 @pytest.mark.parametrize("name", REPAIRED)
-def test_what_goes_away_when_one_asks_again_is_never_seen(
+def test_transient_fault_is_retried_unseen(
     name: str, checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
 ) -> None:
     """At each request in turn."""
@@ -57,11 +59,11 @@ def test_what_goes_away_when_one_asks_again_is_never_seen(
 
 @pytest.mark.full("the fault", keep="a third")
 @pytest.mark.parametrize("name", ["error_500", "cut_inside", "shorter"])
-def test_what_does_not_go_away_is_told(
+def test_permanent_fault_raises(
     name: str, checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
 ) -> None:
     """The control: faults are faults."""
-    with patience(deadline=1.5), TierStore("100KB", tmp_path, device="cpu") as store:
+    with retry_policy(deadline=1.5), TierStore("100KB", tmp_path, device="cpu") as store:
         store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
         proxy.every = REPAIRED[name]
         with pytest.raises(TransferError, match=r"could not be read, tried \d+ times.*the network"):
@@ -71,11 +73,11 @@ def test_what_does_not_go_away_is_told(
 
 
 @pytest.mark.full("waits for a deadline")
-def test_a_server_that_hangs_ends_by_the_deadline(
+def test_hung_server_raises_at_the_deadline(
     checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
 ) -> None:
     with (
-        patience(deadline=2.0, request_seconds=0.5),
+        retry_policy(deadline=2.0, request_seconds=0.5),
         TierStore("100KB", tmp_path, device="cpu") as store,
     ):
         store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
@@ -98,7 +100,7 @@ def swapping(address: str, name: str, rows: int, at: int) -> Callable[[int], Non
 
 
 @pytest.mark.parametrize("rows", [ROWS, ROWS // 2], ids=["same size", "smaller"])
-def test_an_object_that_is_swapped_is_stale_and_never_mixed(
+def test_swapped_object_is_stale_and_never_mixed(
     rows: int, s3: str, checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
 ) -> None:
     """Before each request in turn. What was registered before is what values are compared with."""
@@ -117,7 +119,7 @@ def test_an_object_that_is_swapped_is_stale_and_never_mixed(
     assert stale >= by_lane(1, GROUPS)
 
 
-def test_a_server_that_lets_the_precondition_pass_is_caught_by_what_it_answers(
+def test_server_ignoring_preconditions_is_caught_by_its_answer(
     s3: str, checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
 ) -> None:
     with TierStore("100KB", tmp_path, device="cpu") as store:
@@ -128,7 +130,7 @@ def test_a_server_that_lets_the_precondition_pass_is_caught_by_what_it_answers(
             store.acquire("0")
 
 
-def test_without_either_check_wrong_bytes_would_pass(
+def test_checks_disabled_let_wrong_bytes_through(
     s3: str, checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
 ) -> None:
     """The control of the two tests above: a server that lies about both."""
@@ -150,10 +152,10 @@ def lying(etag: str) -> Callable[[Handler, object], object]:
     return fault
 
 
-def test_a_fault_in_a_prefetch_is_told_to_nobody_but_who_needs_it(
+def test_prefetch_fault_raises_only_on_demand(
     checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
 ) -> None:
-    with patience(deadline=0.5), TierStore("200KB", tmp_path, device="cpu") as store:
+    with retry_policy(deadline=0.5), TierStore("200KB", tmp_path, device="cpu") as store:
         store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
         proxy.every = shorter
         store.prefetch("2")
@@ -164,10 +166,10 @@ def test_a_fault_in_a_prefetch_is_told_to_nobody_but_who_needs_it(
 
 
 @pytest.mark.parametrize("needed", ["fetched", "fetched anew"])
-def test_a_store_is_closed_though_its_server_does_not_answer(
+def test_close_succeeds_with_a_silent_server(
     needed: str, checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
 ) -> None:
-    """What is being fetched, and what waits to be, is left; the directory is free."""
+    """A running fetch and those queued are abandoned; the directory is free."""
     if needed == "fetched anew":
         run(checkpoint, tmp_path)
     with TierStore("100KB", tmp_path, device="cpu") as store:

@@ -21,7 +21,7 @@ from tierstore.engine.mirrors import mirror
 from tierstore.errors import InvalidHeaderError
 from tierstore.model.weight_files import MAX_INDEX_BYTES
 from tierstore.tiers import object_store
-from tierstore.tiers.object_store import RemoteDirectory, RemoteObject, memory_store, patience
+from tierstore.tiers.object_store import RemoteDirectory, RemoteObject, memory_store, retry_policy
 
 pytest.importorskip("obstore")
 
@@ -30,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was asked for: names of objects, and bytes of each read."""
+    """The requests made: names of objects, and bytes of each read."""
     found: list[str] = []
     find, read = RemoteDirectory.find, RemoteObject.read
 
@@ -61,7 +61,7 @@ def index(*files: str) -> bytes:
     return json.dumps({"weight_map": {f"w{i}": name for i, name in enumerate(files)}}).encode()
 
 
-def test_an_index_of_files_is_read(asked: list[str]) -> None:
+def test_index_of_files_is_read(asked: list[str]) -> None:
     files = {f"{i}.safetensors": save({f"w{i}": torch.ones(3)}) for i in range(2)}
     url = put({INDEX: index(*files), **files})
     assert [tensor.name for file in read_checkpoint(url) for tensor in file.tensors] == ["w0", "w1"]
@@ -78,15 +78,15 @@ def test_an_index_of_files_is_read(asked: list[str]) -> None:
     ],
     ids=["itself", "a circle", "a tree", "no weights"],
 )
-def test_an_index_that_lists_others_is_refused_at_once(
+def test_index_listing_foreign_files_raises_at_once(
     names: dict[str, bytes], requests: int, asked: list[str]
 ) -> None:
-    with pytest.raises(InvalidHeaderError, match=r"which is no \.safetensors file"):
+    with pytest.raises(InvalidHeaderError, match=r"which is not a \.safetensors file"):
         read_checkpoint(f"{put(names)}/{INDEX}")
     assert len([name for name in asked if not name.endswith("bytes")]) == requests
 
 
-def test_an_index_that_is_too_large_is_refused_before_it_is_read(asked: list[str]) -> None:
+def test_index_too_large_raises_before_reading(asked: list[str]) -> None:
     url = put({INDEX: bytes(MAX_INDEX_BYTES + 1)})
     with pytest.raises(InvalidHeaderError, match="an index has"):
         read_checkpoint(url)
@@ -143,17 +143,17 @@ def endless() -> Iterator[str]:
         server.server_close()
 
 
-def test_an_answer_that_goes_on_is_not_kept() -> None:
+def test_endless_answer_is_not_kept() -> None:
     with (
         endless() as address,
-        patience(deadline=0.1, pauses=(1.0,)),
-        pytest.raises(TransferError, match="more bytes came"),
+        retry_policy(deadline=0.1, pauses=(1.0,)),
+        pytest.raises(TransferError, match="more bytes arrived"),
     ):
         read_checkpoint(f"{address}/model.safetensors")
     assert 0 < Endless.sent < 64 << 20, f"{Endless.sent:,} bytes were taken"
 
 
-def test_a_list_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_list_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = put({f"{i}.json": b"{}" for i in range(30)})
     with TierStore("1MB", tmp_path / "store", device="cpu"):
         assert mirror(url, str(tmp_path / "store"))

@@ -1,4 +1,4 @@
-"""`tierstore-inspect plan` tells of a checkpoint in an object store what it tells of files."""
+"""`tierstore-inspect plan` reports the same for an object store's checkpoint as for its files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def planned(checkpoint: str) -> dict[str, object]:
     return document
 
 
-@pytest.mark.full("plans twice; test_ls_shows_the_files_of_a_url reads a URL")
-def test_a_plan_of_a_url_is_that_of_the_file(s3: str, proxy: Proxy, tmp_path: Path) -> None:
+@pytest.mark.full("plans twice; test_ls_lists_the_files_of_a_url reads a URL")
+def test_plan_of_a_url_equals_that_of_the_file(s3: str, proxy: Proxy, tmp_path: Path) -> None:
     checkpoint = uploaded(s3)
     save_file(checkpoint.values, tmp_path / "model.safetensors")
     assert planned(checkpoint.url) == planned(str(tmp_path / "model.safetensors"))
@@ -37,7 +37,7 @@ def test_a_plan_of_a_url_is_that_of_the_file(s3: str, proxy: Proxy, tmp_path: Pa
 
 
 @pytest.mark.full("as a file that is planned by its URL")
-def test_a_pipeline_is_planned_by_its_url(s3: str, proxy: Proxy, tmp_path: Path) -> None:
+def test_plan_of_a_pipeline_url_works(s3: str, proxy: Proxy, tmp_path: Path) -> None:
     parts = {
         name: uploaded(s3, count, 128, f"a/pipeline/{name}/model.safetensors")
         for name, count in PARTS
@@ -53,14 +53,14 @@ def test_a_pipeline_is_planned_by_its_url(s3: str, proxy: Proxy, tmp_path: Path)
     assert [part["name"] for part in told["components"]] == ["transformer", "vae"]  # type: ignore[attr-defined]
 
 
-def test_a_url_of_nothing_is_told(s3: str, proxy: Proxy) -> None:
+def test_plan_of_a_url_without_models_raises(s3: str, proxy: Proxy) -> None:
     words = ["-m", "tierstore.cli", "plan", "s3://models/nothing/", "--ram", "500KB"]
     done = run_python(*words)
     assert done.returncode != 0
     assert "has no safetensors checkpoint" in done.stderr
 
 
-def test_ls_shows_the_files_of_a_url(s3: str, proxy: Proxy) -> None:
+def test_ls_lists_the_files_of_a_url(s3: str, proxy: Proxy) -> None:
     checkpoint = uploaded(s3)
     done = run_python("-m", "tierstore.cli", "ls", checkpoint.url, "--json")
     assert done.returncode == 0, done.stderr
@@ -73,7 +73,7 @@ def test_ls_shows_the_files_of_a_url(s3: str, proxy: Proxy) -> None:
 
 @pytest.mark.full("what is damaged", keep="a third")
 @pytest.mark.parametrize("json_too", [[], ["--json"]], ids=["text", "json"])
-def test_verify_of_a_url_tells_what_is_damaged(s3: str, proxy: Proxy, json_too: list[str]) -> None:
+def test_verify_of_a_url_reports_damage(s3: str, proxy: Proxy, json_too: list[str]) -> None:
     checkpoint = uploaded(s3)
     words = ["-m", "tierstore.cli", "verify", checkpoint.url, *json_too]
     assert run_python(*words).returncode == 0
@@ -87,7 +87,7 @@ def test_verify_of_a_url_tells_what_is_damaged(s3: str, proxy: Proxy, json_too: 
     assert "is not there" in done.stderr
 
 
-def test_verify_looks_into_what_was_fetched(s3: str, proxy: Proxy, tmp_path: Path) -> None:
+def test_verify_checks_fetched_groups(s3: str, proxy: Proxy, tmp_path: Path) -> None:
     checkpoint = uploaded(s3)
     with TierStore("600KB", tmp_path, device="cpu") as store:
         store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
@@ -98,7 +98,7 @@ def test_verify_looks_into_what_was_fetched(s3: str, proxy: Proxy, tmp_path: Pat
 
 
 @pytest.mark.full("runs a model from a server")
-def test_a_trace_tells_what_was_downloaded(s3: str, proxy: Proxy, tmp_path: Path) -> None:
+def test_trace_reports_downloads(s3: str, proxy: Proxy, tmp_path: Path) -> None:
     checkpoint = uploaded(s3)
     with TierStore("1MB", tmp_path / "store", device="cpu") as store:
         for key in store.register_checkpoint(checkpoint.url):

@@ -17,7 +17,7 @@ from tierstore import TierStore, TierStoreError, load_checkpoint_and_dispatch
 from tierstore.cli.commands import inspector
 from tierstore.engine.mirrors import mirror
 from tierstore.errors import UrlError
-from tierstore.model.urls import check_url, without_secrets
+from tierstore.model.urls import check_url, redact_secrets
 from tierstore.tiers.object_store import RemoteDirectory, memory_store
 
 pytest.importorskip("obstore")
@@ -53,7 +53,7 @@ def opened(place: Path) -> TierStore:
 
 @pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_secret_in_a_url_is_refused_and_not_shown(
+def test_secret_in_a_url_raises_and_is_not_shown(
     way: str, url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -72,7 +72,7 @@ def test_a_secret_in_a_url_is_refused_and_not_shown(
 
 @pytest.mark.parametrize("url", URLS)
 @pytest.mark.parametrize("words", [["ls"], ["plan", "--ram", "1MB"], ["verify"], ["ls", "--json"]])
-def test_no_command_prints_the_secret_of_a_url(words: list[str], url: str) -> None:
+def test_commands_never_print_the_secret_of_a_url(words: list[str], url: str) -> None:
     done = CliRunner().invoke(inspector, [words[0], url, *words[1:]])
     assert done.exit_code != 0
     assert SECRET not in done.output
@@ -86,7 +86,7 @@ def test_top_does_not_print_the_secret_of_a_page() -> None:
     assert SECRET not in done.output
 
 
-def test_the_same_without_a_secret_works(tmp_path: Path) -> None:
+def test_url_without_its_secret_works(tmp_path: Path) -> None:
     url = f"memory://{uuid4()}/a@b"
     memory_store(url).put("a@b/model.safetensors", save({"weight": torch.ones(2, 2)}))
     with opened(tmp_path) as store:
@@ -103,12 +103,12 @@ def test_the_same_without_a_secret_works(tmp_path: Path) -> None:
         *("abfss://container@account.dfs.core.windows.net/p", "https://[::1]:80/x"),
     ],
 )
-def test_a_url_without_a_secret_is_shown_as_it_is(url: str) -> None:
+def test_url_without_a_secret_is_shown_unchanged(url: str) -> None:
     check_url(url)
-    assert without_secrets(f"see {url}, please") == f"see {url}, please"
+    assert redact_secrets(f"see {url}, please") == f"see {url}, please"
 
 
-def test_an_error_of_the_library_below_is_shown_without_secrets() -> None:
+def test_library_error_is_shown_without_secrets() -> None:
     """Endpoints and proxies come from the environment, and may have passwords."""
     error = f"GET http://me:{SECRET}@proxy/bucket?X-Amz-Signature={SECRET} failed"
-    assert without_secrets(error) == "GET http://***@proxy/bucket?*** failed"
+    assert redact_secrets(error) == "GET http://***@proxy/bucket?*** failed"

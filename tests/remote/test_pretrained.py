@@ -14,7 +14,7 @@ from tests.remote.servers import BUCKET, Proxy, error_500, remove, upload
 from tierstore import TierStore, from_pretrained
 from tierstore.engine.mirrors import MIRRORS, mirror
 from tierstore.errors import StaleCheckpointError, TransferError
-from tierstore.tiers.object_store import memory_store, patience
+from tierstore.tiers.object_store import memory_store, retry_policy
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch_dtype:FutureWarning")
 
@@ -28,7 +28,7 @@ def local(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def files(local: Path, s3: str, proxy: Proxy) -> dict[str, bytes]:
-    """All that was uploaded, by name."""
+    """Return all uploaded files, by name."""
     found = {
         str(path.relative_to(local)): path.read_bytes()
         for path in sorted(local.rglob("*"))
@@ -62,7 +62,7 @@ def image(source: str | Path, store: TierStore) -> torch.Tensor:
 
 
 @pytest.mark.full("loads a pipeline twice; test_dispatch.py loads a model")
-def test_it_is_loaded_once_and_makes_the_same_image(
+def test_remote_pipeline_loads_once_with_the_same_image(
     local: Path, files: dict[str, bytes], proxy: Proxy, tmp_path: Path
 ) -> None:
     expected = pipelines.run("flux", pipelines.load("flux", local))
@@ -79,7 +79,7 @@ def test_it_is_loaded_once_and_makes_the_same_image(
     assert len(proxy.requests) == 1, "the list"
 
 
-def test_what_was_replaced_or_removed_is_brought_again(
+def test_remote_files_replaced_or_removed_are_updated(
     files: dict[str, bytes], s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
     place = Path(mirror(URL, str(tmp_path)))
@@ -99,12 +99,10 @@ def test_what_was_replaced_or_removed_is_brought_again(
 
 
 @pytest.mark.full("loads a pipeline twice; test_cache.py has a step that was cut short")
-def test_a_download_that_fails_goes_on_where_it_ended(
-    files: dict[str, bytes], proxy: Proxy, tmp_path: Path
-) -> None:
+def test_failed_download_resumes(files: dict[str, bytes], proxy: Proxy, tmp_path: Path) -> None:
     half = len(files) // 2
     proxy.before = lambda number: setattr(proxy, "every", error_500 if number > half else None)
-    with patience(deadline=0.5), pytest.raises(TransferError, match="could not be read"):
+    with retry_policy(deadline=0.5), pytest.raises(TransferError, match="could not be read"):
         mirror(URL, str(tmp_path))
     there = mirrored(tmp_path)
     assert 0 < len(there) < len(files)
@@ -116,7 +114,7 @@ def test_a_download_that_fails_goes_on_where_it_ended(
     assert fetched(proxy) == set(files) - set(there)
 
 
-def test_an_object_that_is_replaced_meanwhile_is_stale(
+def test_replaced_object_during_load_is_stale(
     files: dict[str, bytes], s3: str, proxy: Proxy, tmp_path: Path
 ) -> None:
     last = max(files)
@@ -132,7 +130,7 @@ def test_an_object_that_is_replaced_meanwhile_is_stale(
     assert last not in mirrored(tmp_path)
 
 
-def test_what_is_not_loaded_is_not_brought(tmp_path: Path) -> None:
+def test_unused_files_are_not_downloaded(tmp_path: Path) -> None:
     store = memory_store("memory://kinds")
     plain = ["model_index.json", "a/config.json", "b/config.json", "b/model.safetensors"]
     both = ["a/model.safetensors", "a/model.fp16-00001-of-00001.safetensors"]
@@ -151,7 +149,7 @@ def test_what_is_not_loaded_is_not_brought(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["memory://empty/nothing", "https://127.0.0.1:1/pipeline"])
-def test_what_cannot_be_listed_is_refused(url: str, tmp_path: Path) -> None:
+def test_unlistable_location_raises(url: str, tmp_path: Path) -> None:
     with (
         TierStore("1MB", tmp_path, device="cpu") as store,
         pytest.raises(TransferError, match=r"check the URL|download it"),

@@ -42,7 +42,7 @@ def store(tmp_path: Path) -> Iterator[TierStore]:
         engine_of(opened).core.planner.check()
 
 
-def test_values_are_right_within_both_budgets(
+def test_remote_values_are_right_within_both_budgets(
     checkpoint: Uploaded, store: TierStore, tmp_path: Path
 ) -> None:
     keys = store.register_checkpoint(checkpoint.url, prefix="flux/", groups=checkpoint.groups)
@@ -76,7 +76,9 @@ def _bytes_under(directory: Path) -> int:
     return found
 
 
-def test_by_default_each_tensor_is_a_group(checkpoint: Uploaded, store: TierStore) -> None:
+def test_remote_tensors_are_separate_groups_by_default(
+    checkpoint: Uploaded, store: TierStore
+) -> None:
     keys = store.register_checkpoint(checkpoint.url)
     assert set(keys) == set(checkpoint.values)
     for key in keys:
@@ -85,7 +87,7 @@ def test_by_default_each_tensor_is_a_group(checkpoint: Uploaded, store: TierStor
         assert torch.equal(found, checkpoint.values[key])
 
 
-def test_it_can_be_awaited(checkpoint: Uploaded, store: TierStore) -> None:
+def test_remote_register_can_be_awaited(checkpoint: Uploaded, store: TierStore) -> None:
     async def register() -> list[str]:
         return await store.aregister_checkpoint(checkpoint.url, groups=checkpoint.groups)
 
@@ -94,7 +96,7 @@ def test_it_can_be_awaited(checkpoint: Uploaded, store: TierStore) -> None:
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
-def test_a_directory_is_read_by_its_index(
+def test_remote_directory_is_read_by_its_index(
     slash: str, s3: str, proxy: Proxy, store: TierStore
 ) -> None:
     values = values_of(4, 16)
@@ -112,38 +114,36 @@ def test_a_directory_is_read_by_its_index(
         assert torch.equal(store.get(key), values[key])
 
 
-def test_an_index_that_lists_what_is_not_there_says_so(s3: str, proxy: Proxy) -> None:
+def test_remote_index_listing_missing_files_raises(s3: str, proxy: Proxy) -> None:
     index = json.dumps({"weight_map": {"a": "gone.safetensors"}}).encode()
     upload(s3, "broken/model.safetensors.index.json", index)
-    with pytest.raises(TransferError, match=r"gone\.safetensors is not there"):
+    with pytest.raises(TransferError, match=r"gone\.safetensors does not exist"):
         read_checkpoint(f"s3://{BUCKET}/broken/")
 
 
 @pytest.mark.parametrize("name", ["nothing/", "nothing/model.safetensors"])
-def test_what_is_not_there_is_told(name: str, proxy: Proxy) -> None:
+def test_remote_missing_object_raises(name: str, proxy: Proxy) -> None:
     with pytest.raises(TransferError, match=r"check the URL|has no safetensors"):
         read_checkpoint(f"s3://{BUCKET}/{name}")
 
 
-def test_a_malformed_header_is_told(s3: str, proxy: Proxy) -> None:
+def test_remote_malformed_header_raises(s3: str, proxy: Proxy) -> None:
     upload(s3, "bad/model.safetensors", b"\xff" * 64)
-    with pytest.raises(InvalidHeaderError, match="announces a header"):
+    with pytest.raises(InvalidHeaderError, match="declares a header"):
         read_checkpoint(f"s3://{BUCKET}/bad/model.safetensors")
     upload(s3, "bad/empty.safetensors", b"")
     with pytest.raises(InvalidHeaderError, match="too short"):
         read_checkpoint(f"s3://{BUCKET}/bad/empty.safetensors")
 
 
-def test_who_may_not_read_is_told_at_once(checkpoint: Uploaded, proxy: Proxy) -> None:
+def test_remote_permission_error_raises_at_once(checkpoint: Uploaded, proxy: Proxy) -> None:
     proxy.every = forbidden
     with pytest.raises(TransferError, match="credentials"):
         read_checkpoint(checkpoint.url)
     assert len(proxy.requests) == 1
 
 
-def test_a_file_url_and_a_memory_url_are_object_stores_too(
-    tmp_path: Path, store: TierStore
-) -> None:
+def test_file_and_memory_urls_are_object_stores(tmp_path: Path, store: TierStore) -> None:
     pytest.importorskip("obstore")
     values = values_of(2, 16)
     save_file(values, tmp_path / "model.safetensors")
@@ -154,7 +154,7 @@ def test_a_file_url_and_a_memory_url_are_object_stores_too(
     assert store.stats().bytes_fetched > 0
 
 
-def test_a_web_server_that_lists_nothing_is_tried_by_usual_names(
+def test_web_server_without_listing_is_tried_by_usual_names(
     checkpoint: Uploaded, proxy: Proxy, store: TierStore
 ) -> None:
     directory = f"{proxy.address}/{BUCKET}/{checkpoint.name.rpartition('/')[0]}"
@@ -162,20 +162,18 @@ def test_a_web_server_that_lists_nothing_is_tried_by_usual_names(
     assert_holds(store, checkpoint, "0")
 
 
-def test_a_signed_url_is_refused(store: TierStore) -> None:
+def test_signed_url_raises(store: TierStore) -> None:
     pytest.importorskip("obstore")
     with pytest.raises(ValueError, match="has a query"):
         store.register_checkpoint("https://host/model.safetensors?X-Amz-Signature=1")
 
 
 @pytest.mark.parametrize("path", ["model", "/tmp/s3:", "c://model", "s3:/bucket", Path("s3://b")])
-def test_names_of_files_are_no_urls(path: object) -> None:
+def test_file_names_are_not_urls(path: object) -> None:
     assert not is_url(path)
 
 
-def test_what_is_wrong_with_groups_registers_nothing(
-    checkpoint: Uploaded, store: TierStore
-) -> None:
+def test_invalid_groups_register_nothing(checkpoint: Uploaded, store: TierStore) -> None:
     with pytest.raises(UnknownKeyError):
         store.register_checkpoint(checkpoint.url, groups={"a": ["none"]})
     store.put("3", torch.ones(2))
@@ -184,7 +182,7 @@ def test_what_is_wrong_with_groups_registers_nothing(
     assert store.keys() == ["3"]
 
 
-def test_a_disk_budget_for_no_group_is_told_by_whoever_asks(
+def test_disk_budget_below_every_group_raises_on_demand(
     checkpoint: Uploaded, tmp_path: Path
 ) -> None:
     with TierStore("600KB", tmp_path, device="cpu", disk_budget="50KB") as store:
@@ -193,7 +191,7 @@ def test_a_disk_budget_for_no_group_is_told_by_whoever_asks(
             store.acquire("0")
 
 
-def test_a_change_is_kept_and_the_object_is_not(
+def test_changed_group_is_kept_and_its_object_unchanged(
     checkpoint: Uploaded, store: TierStore, tmp_path: Path
 ) -> None:
     store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
@@ -211,9 +209,7 @@ def test_a_change_is_kept_and_the_object_is_not(
         assert_holds(other, checkpoint, "2")
 
 
-def test_what_is_put_goes_to_disk_beside_what_was_fetched(
-    checkpoint: Uploaded, store: TierStore
-) -> None:
+def test_put_groups_are_on_disk_beside_fetched_ones(checkpoint: Uploaded, store: TierStore) -> None:
     store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
     mine = {f"mine{i}": torch.randn(128, 256) for i in range(3)}
     for key, value in mine.items():
@@ -226,7 +222,7 @@ def test_what_is_put_goes_to_disk_beside_what_was_fetched(
         assert torch.equal(store.get(key), value)
 
 
-def test_the_same_checkpoint_twice_is_two_sets_of_groups(
+def test_checkpoint_registered_twice_is_two_sets_of_groups(
     checkpoint: Uploaded, store: TierStore
 ) -> None:
     store.register_checkpoint(checkpoint.url, "a/", groups=checkpoint.groups)
@@ -239,7 +235,7 @@ def test_the_same_checkpoint_twice_is_two_sets_of_groups(
     assert torch.equal(store.get("b/1")["blocks.1.bias"], checkpoint.values["blocks.1.bias"])
 
 
-def test_a_discarded_group_leaves_no_file(
+def test_discarded_group_leaves_no_file(
     checkpoint: Uploaded, store: TierStore, tmp_path: Path
 ) -> None:
     store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
@@ -254,7 +250,7 @@ def test_a_discarded_group_leaves_no_file(
     pytest.fail("a file stays")
 
 
-def test_a_replaced_object_is_stale_in_the_call_that_needs_its_bytes(
+def test_replaced_object_raises_in_the_call_that_reads_it(
     checkpoint: Uploaded, s3: str, store: TierStore
 ) -> None:
     store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
@@ -265,14 +261,14 @@ def test_a_replaced_object_is_stale_in_the_call_that_needs_its_bytes(
     assert_holds(store, checkpoint, "0")  # which is here
 
 
-def test_a_removed_object_is_stale(checkpoint: Uploaded, s3: str, store: TierStore) -> None:
+def test_removed_object_raises_stale(checkpoint: Uploaded, s3: str, store: TierStore) -> None:
     store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
     remove(s3, checkpoint.name)
     with pytest.raises(StaleCheckpointError, match="is gone"):
         store.acquire("7")
 
 
-def test_reads_ask_for_the_object_that_was_registered(
+def test_reads_request_the_registered_object_version(
     checkpoint: Uploaded, store: TierStore, proxy: Proxy
 ) -> None:
     store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)

@@ -1,4 +1,4 @@
-"""What tests of a service have in common."""
+"""Fixtures shared by the tests of a service."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from tests.service.killed import connect, end_children, forked, left_over, start_service
 from tests.service.serving import wait_until
-from tierstore.wire.asking import NoAnswerError, report_of
+from tierstore.wire.status import NoAnswerError, query_status
 
 GROUPS, NBYTES = 8, 128 << 10
 SOCKET = "run/s"
@@ -42,9 +42,9 @@ def worker(place: int, model: int, passes: mmap.mmap) -> None:
 
 
 def answers() -> bool:
-    """Whether the service is there."""
+    """Return whether the service runs."""
     with contextlib.suppress(NoAnswerError):
-        return report_of(SOCKET).pid > 0
+        return query_status(SOCKET).pid > 0
     return False
 
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def crowd(service: int, workers: int, models: int, passes: mmap.mmap) -> dict[str, object]:
-    """What comes of so many workers, once each has been through its model twice."""
+    """Run so many workers until each has used its model twice. Returns their results."""
     wait_until(answers, 30.0)
     before = left_over(service)
     for n in range(workers):
@@ -77,7 +77,7 @@ def crowd(service: int, workers: int, models: int, passes: mmap.mmap) -> dict[st
         return list(struct.unpack_from(f"{workers}I", passes))
 
     wait_until(lambda: min(counts()) >= 2, 240.0)
-    found, report, after = counts(), report_of(SOCKET), left_over(service)
+    found, report, after = counts(), query_status(SOCKET), left_over(service)
     return {
         "passes": found,
         "workers": len(report.workers),

@@ -25,7 +25,7 @@ from tests.service.serving import LeftOver, wait_until
 from tierstore import TierStore, TierStoreError
 from tierstore.errors import ServiceLostError
 from tierstore.service.cli import serve
-from tierstore.wire.asking import NoAnswerError, report_of
+from tierstore.wire.status import NoAnswerError, query_status
 
 GROUPS, NBYTES = 12, 256 << 10
 RAM = 5 * NBYTES + (64 << 10)
@@ -33,7 +33,7 @@ SOCKET, CHECKPOINT = "run/s", "model.safetensors"
 
 
 def value(number: int) -> float:
-    """What group `number` is full of: the oracle."""
+    """Return the value that fills group `number`: the oracle."""
     return float(number * 37 % 101)
 
 
@@ -120,7 +120,7 @@ def check_honest(seed: int) -> None:
 
 
 def lasting(count: Callable[[], int]) -> int:
-    """How many there are for good: the service may be about to close what asked it just now."""
+    """Return the permanent count: the service may be about to close the connection that asked."""
     found = count()
     for _ in range(10):
         time.sleep(0.02)
@@ -129,8 +129,8 @@ def lasting(count: Callable[[], int]) -> int:
 
 
 def left_over(service: int) -> LeftOver:
-    """What the service has once nobody is there."""
-    report = report_of(SOCKET)
+    """Return the service's state once all workers are gone."""
+    report = query_status(SOCKET)
     memory = Path(f"/proc/{service}/smaps_rollup").read_text()
     resident = next(int(line.split()[1]) for line in memory.splitlines() if line[:4] == "Rss:")
     return LeftOver(
@@ -147,7 +147,7 @@ def kill_workers(count: int, seed: int) -> dict[str, object]:
     draw = random.Random(seed)
     service = start_service()
     check_honest(seed)
-    wait_until(lambda: not report_of(SOCKET).workers)
+    wait_until(lambda: not query_status(SOCKET).workers)
     before = left_over(service)
     for number in range(count):
         children = [
@@ -157,11 +157,11 @@ def kill_workers(count: int, seed: int) -> dict[str, object]:
         for child in children:
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
-        wait_until(lambda: not report_of(SOCKET).workers)
+        wait_until(lambda: not query_status(SOCKET).workers)
         if number % 50 == 49:
             check_honest(seed + number)
     check_honest(seed)
-    wait_until(lambda: not report_of(SOCKET).workers)
+    wait_until(lambda: not query_status(SOCKET).workers)
     after = left_over(service)
     os.kill(service, signal.SIGKILL)
     os.waitpid(service, 0)
@@ -193,9 +193,9 @@ def kill_services(count: int, seed: int) -> dict[str, object]:
 
 
 def both_lease(granted: int) -> bool:
-    """Whether the service is there, and each of two workers was granted as many leases."""
+    """Return whether the service runs, and each of two workers was granted as many leases."""
     with contextlib.suppress(NoAnswerError):
-        rows = report_of(SOCKET).workers
+        rows = query_status(SOCKET).workers
         return len(rows) == 2 and all(row.granted >= granted for row in rows)
     return False
 

@@ -1,8 +1,8 @@
-"""Messages of every kind, and streams of them that nobody sent: changed by chance, or on purpose.
+"""Messages of every kind, and streams of them, changed at random or on purpose.
 
-A change is made to the bytes of the stream (as if memory had failed), to the head of a message, to
-the order of messages, or to the body of one, whose head is then made to fit: what is wrong with it
-shows only to who takes it apart.
+A change is made to the bytes of the stream (as by failing memory), to the head of a message, to the
+order of messages, or to the body of one with a matching head: that fault shows only to the parser
+of the body.
 """
 
 from __future__ import annotations

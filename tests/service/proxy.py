@@ -19,7 +19,7 @@ from tierstore.wire.framing import HEAD
 
 
 class Harm(Enum):
-    """What happens to a message."""
+    """Functions that change a message."""
 
     NONE = "passed on"
     LOST = "lost"
@@ -92,7 +92,7 @@ class Proxy:
                     with contextlib.suppress(OSError):
                         source.shutdown(socket.SHUT_RDWR)
                     break
-        # What one side has ended, the other one is told of: in this direction alone.
+        # An end of one side is passed to the other: in this direction alone.
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 
@@ -153,7 +153,7 @@ def messages_from(source: socket.socket) -> Iterator[tuple[bytes, list[int]]]:
 
 
 def harmed(message: bytes, harm: Harm) -> bytes:
-    """What becomes of a message, with its head."""
+    """Return the changed message, with its head."""
     nbytes, number, checksum = HEAD.unpack_from(message)
     body = message[HEAD.size :]
     if harm is Harm.LOST:

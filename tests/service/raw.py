@@ -35,7 +35,7 @@ class RawWorker:
 
     def send(self, message: m.Message, descriptors: Sequence[int] = ()) -> None:
         """Send a message, with these descriptors beside it."""
-        self.send_bytes(self._outgoing.encoded(message), descriptors)
+        self.send_bytes(self._outgoing.encode(message), descriptors)
 
     def send_bytes(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
         if descriptors:
@@ -60,14 +60,14 @@ class RawWorker:
             self.came += self._incoming.feed(data)
 
     def why_refused(self) -> str:
-        """What the service says when it lets this worker go; it must end the connection then."""
+        """Return the service's last message to this worker; it must close the connection then."""
         why = self.take(m.Refused).why
         with contextlib.suppress(ConnectionResetError):  # it has not read all that was sent
             assert not self.socket.recv(1)
         return why
 
     def ended(self, seconds: float = 10.0) -> bool:
-        """Whether the service ends the connection by then."""
+        """Return whether the service closes the connection by then."""
         ends = time.monotonic() + seconds
         self.socket.settimeout(seconds)
         with contextlib.suppress(ConnectionResetError, TimeoutError):
@@ -92,7 +92,7 @@ class RawWorker:
         return self.take(m.Registered).groups
 
     def lease(self, group: int) -> m.Leased | m.Failed:
-        """What the service answers."""
+        """Return the service's answer."""
         request = self.request()
         self.send(m.Lease(request, group))
         while True:
@@ -101,7 +101,7 @@ class RawWorker:
                 return answer
 
     def arena(self, answer: m.Leased) -> bytes:
-        """What lies in the service's memory where it says so."""
+        """Return the bytes in the service's memory at the place it named."""
         return os.pread(self.descriptors[0], answer.nbytes, answer.offset)
 
     def ping(self) -> None:

@@ -1,8 +1,8 @@
-"""`tierstore-serve` as it is started, and what it was told to note: which files it opens.
+"""`tierstore-serve` as a user starts it, which records the files that it opens.
 
     python served.py NOTES DIR --ram ... [options of tierstore-serve]
 
-On SIGUSR1, it begins to write the names of all files that are opened to NOTES ("-": it does not).
+On SIGUSR1, it begins to write the names of all opened files to NOTES ("-": it does not).
 """
 
 from __future__ import annotations

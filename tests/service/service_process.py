@@ -14,8 +14,8 @@ from pathlib import Path
 
 from tests.fresh import run_fresh
 from tierstore import TierStore
-from tierstore.wire.asking import NoAnswerError, report_of
 from tierstore.wire.messages import Report
+from tierstore.wire.status import NoAnswerError, query_status
 
 PROGRAM = Path(__file__).with_name("served.py")
 
@@ -46,26 +46,26 @@ class ServiceProcess:
         ends = time.monotonic() + 30
         while True:
             with contextlib.suppress(NoAnswerError):
-                return report_of(self.socket)
+                return query_status(self.socket)
             assert time.monotonic() < ends, "it does not begin"
             assert self._thread.is_alive(), self._done
             time.sleep(0.01)
 
     def report(self) -> Report:
-        return report_of(self.socket)
+        return query_status(self.socket)
 
     def connect(self, **options: object) -> TierStore:
         """A store that is served here."""
         return TierStore.connect(self.socket, device="cpu", **options)  # type: ignore[arg-type]
 
     def resident_bytes(self) -> int:
-        """What it has in memory of its own: neither files nor the arena."""
+        """Return its private memory, in bytes: neither files nor the arena."""
         with open(f"/proc/{self.pid}/status") as status:
             lines = dict(line.split(":", 1) for line in status)
         return int(lines["RssAnon"].split()[0]) << 10
 
     def descriptors(self) -> list[str]:
-        """What it has open, but for connections."""
+        """Return its open descriptors, except connections."""
         found = []
         for name in os.listdir(f"/proc/{self.pid}/fd"):
             with contextlib.suppress(FileNotFoundError):
@@ -76,7 +76,7 @@ class ServiceProcess:
         os.kill(self.pid, number)
 
     def wait(self, seconds: float = 30.0) -> subprocess.CompletedProcess[str]:
-        """How it has ended, which it must do by then."""
+        """Return its exit status. Raises if it is still running then."""
         self._thread.join(seconds)
         assert not self._thread.is_alive(), "it goes on"
         assert self._done is not None

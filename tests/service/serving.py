@@ -20,7 +20,7 @@ from tierstore.service.server import Server, settings_of
 
 @dataclass
 class LeftOver:
-    """What a service has: workers, leases, descriptors, threads, bytes of memory."""
+    """The resources of a service: workers, leases, descriptors, threads, bytes of memory."""
 
     workers: int
     leases: int
@@ -80,7 +80,7 @@ class ThreadService:
     wait_until = staticmethod(wait_until)
 
     def stats(self) -> Stats:
-        """What its store has done."""
+        """Return the figures of its store."""
         return self.server.engine.reporting.stats()
 
     def leased(self) -> int:

@@ -1,4 +1,4 @@
-"""How a service ends: at once, cleanly, and without a worker losing what it looks at."""
+"""A service ends at once, cleanly, and its workers keep the bytes they view."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTHING = "weights/" + "0" * 32
 
 @pytest.mark.full("a process for each signal", keep="values")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_end_it_though_a_worker_holds_leases(tmp_path: Path, number: int):
+def test_signal_ends_a_service_with_leases_held(tmp_path: Path, number: int):
     tensors = checkpoint(tmp_path / "m.safetensors", groups=3)
     with (
         served_by_a_process(tmp_path / "served", RAM, "--deadline", "0.3") as service,
@@ -53,12 +53,12 @@ def test_signals_end_it_though_a_worker_holds_leases(tmp_path: Path, number: int
             store.acquire("w1")
         assert time.monotonic() - began < 1
     came, *others = [line for line in done.stderr.splitlines() if " worker " in line]
-    assert re.search(r"INFO worker 2 \(.*, process \d+\) came$", came)  # 1 asked for the state
-    assert "the service ends" in others[0]
-    assert "WARNING" not in done.stderr.replace("WARNING worker 2", "")
+    assert re.search(r"INFO worker 2 \(.*, process \d+\) connected$", came)  # 1 asked for the state
+    assert "the service is stopping" in others[0]
+    assert "WARNING" not in done.stderr.replace("WARNING dropped worker 2", "")
 
 
-def test_one_line_for_who_comes_and_one_for_who_goes(
+def test_worker_connect_and_disconnect_log_one_line_each(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     caplog.set_level(logging.INFO, logger="tierstore.service")
@@ -71,13 +71,13 @@ def test_one_line_for_who_comes_and_one_for_who_goes(
                     pass
         service.wait_until(lambda: len(caplog.records) >= 2)  # the last thing that it does
         came, went = [record.getMessage() for record in caplog.records]
-    assert re.fullmatch(r"worker 1 \(.*, process \d+\) came", came)
+    assert re.fullmatch(r"worker 1 \(.*, process \d+\) connected", came)
     assert re.fullmatch(
-        r"worker 1 \(.*\) went: it closed the connection; it was granted \d leases .*", went
+        r"worker 1 \(.*\) disconnected: it closed the connection; \d leases granted .*", went
     )
 
 
-def test_worker_that_closes_while_it_is_sent_something_has_gone(
+def test_worker_closing_during_a_send_is_disconnected(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """A send fails before the service has read that the connection ended: no warning is logged."""
@@ -103,7 +103,7 @@ def test_worker_that_closes_while_it_is_sent_something_has_gone(
     assert "it closed the connection" in caplog.records[-1].getMessage()
 
 
-def test_worker_that_closes_without_reading_has_gone(
+def test_worker_closing_without_reading_is_disconnected(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
     """The system then resets the connection."""
@@ -111,14 +111,14 @@ def test_worker_that_closes_without_reading_has_gone(
     with serving(tmp_path / "served", RAM) as service:
         with socket.socket(socket.AF_UNIX) as raw:
             raw.connect(service.socket)
-            raw.sendall(Outgoing().encoded(messages.Hello(messages.VERSION, "deaf")))
+            raw.sendall(Outgoing().encode(messages.Hello(messages.VERSION, "deaf")))
             service.wait_until(lambda: len(caplog.records) == 1)  # it was welcomed
         service.wait_until(lambda: not service.server.connections)
     assert "deaf" in caplog.records[1].getMessage()
-    assert "went: it closed the connection" in caplog.records[1].getMessage()
+    assert "disconnected: it closed the connection" in caplog.records[1].getMessage()
 
 
-def test_an_end_that_nobody_delays_takes_no_time(tmp_path: Path):
+def test_service_end_without_leases_is_immediate(tmp_path: Path):
     checkpoint(tmp_path / "m.safetensors", groups=3)
     with (
         served_by_a_process(tmp_path / "served", RAM, "--deadline", "30") as service,
@@ -132,7 +132,7 @@ def test_an_end_that_nobody_delays_takes_no_time(tmp_path: Path):
         assert time.monotonic() - began < 5
 
 
-def test_a_store_that_waits_for_room_ends_at_once(tmp_path: Path):
+def test_worker_waiting_for_space_ends_at_once(tmp_path: Path):
     for name in ("one", "other"):
         checkpoint(tmp_path / f"{name}.safetensors", groups=1, nbytes=4 * MIB)
     with serving(tmp_path / "served", RAM) as service, service.connect() as one:
@@ -148,7 +148,7 @@ def test_a_store_that_waits_for_room_ends_at_once(tmp_path: Path):
             service.wait_until(lambda: len(service.server.connections) == 1)
 
 
-def test_what_is_held_stays_true_after_the_end(tmp_path: Path):
+def test_leases_stay_valid_after_the_service_ends(tmp_path: Path):
     tensors = checkpoint(tmp_path / "m.safetensors", groups=4)
     with serving(tmp_path / "served", RAM) as service:
         store = service.connect()
@@ -160,21 +160,21 @@ def test_what_is_held_stays_true_after_the_end(tmp_path: Path):
     lease.release()
 
 
-def let_go(service: ThreadService) -> None:
+def abandon_worker(service: ThreadService) -> None:
     """Have the service let its only worker go, which has done nothing wrong."""
     (connection,) = service.server.connections.values()
     service.loop.call_soon_threadsafe(connection.drop, "a test of it")
-    service.wait_until(lambda: connection.let_go)
+    service.wait_until(lambda: connection.abandoned)
 
 
-def test_what_is_held_stays_true_when_a_worker_is_let_go(tmp_path: Path):
+def test_leases_stay_valid_after_a_disconnect(tmp_path: Path):
     tensors = checkpoint(tmp_path / "m.safetensors", groups=12)
     with serving(tmp_path / "served", RAM) as service, service.connect() as store:
         store.register_checkpoint(tmp_path / "m.safetensors")
         with store.acquire("w0") as lease:
             with store.acquire("w1"):
                 pass  # leased and idle
-            let_go(service)
+            abandon_worker(service)
             with service.connect() as other:  # would take the room
                 other.register_checkpoint(tmp_path / "m.safetensors")
                 for i in range(1, 12):
@@ -197,7 +197,7 @@ def test_what_is_held_stays_true_when_a_worker_is_let_go(tmp_path: Path):
     assert service.leased() == 0
 
 
-def test_a_service_that_ends_removes_no_other_ones_socket(tmp_path: Path):
+def test_ending_service_keeps_another_services_socket(tmp_path: Path):
     checkpoint(tmp_path / "m.safetensors", groups=1)
     with served_by_a_process(tmp_path / "served", RAM, "--deadline", "5") as service:
         with service.connect() as store:
@@ -218,7 +218,7 @@ def is_live(path: str) -> bool:
         return probe.connect_ex(path) == 0
 
 
-def test_one_call_at_most_meets_a_connection_that_has_ended(tmp_path: Path):
+def test_ended_connection_fails_one_call_at_most(tmp_path: Path):
     """However late the thread that reads learns of it: here it is busy until the end."""
     busy, go_on = threading.Event(), threading.Event()
 

@@ -34,14 +34,14 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadS
     set_limit(monkeypatch, service_wire, "PING_SECONDS", 0.05)
     set_limit(monkeypatch, service_wire, "UNFINISHED_SECONDS", 0.5)
     set_limit(monkeypatch, server, "UNFINISHED_SECONDS", 0.5)
-    set_limit(monkeypatch, server, "LOOK_SECONDS", 0.05)
+    set_limit(monkeypatch, server, "CHECK_SECONDS", 0.05)
     with serving(tmp_path / "served", 4 * MIB + 65536) as running:
         yield running
 
 
 @dataclass
 class Worker:
-    """What a worker does in its life, again and again under other names."""
+    """Make every call of a worker's life, again and again under other names."""
 
     place: Path
     tensors: dict[str, torch.Tensor]
@@ -74,7 +74,7 @@ class Worker:
 
     @contextlib.contextmanager
     def may_fail(self) -> Iterator[None]:
-        """What is tried inside ends in time: well, or with an error of the library."""
+        """Check that the block ends in time: well, or with an error of the library."""
         began = time.monotonic()
         try:
             yield
@@ -125,7 +125,7 @@ def worker(tmp_path: Path) -> Worker:
     return Worker(tmp_path, checkpoint(tmp_path / "m.safetensors", groups=6))
 
 
-def test_without_a_fault_all_is_well(service: ThreadService, worker: Worker):
+def test_connection_without_faults_works(service: ThreadService, worker: Worker):
     before = connections()
     proxy = worker.live(service, NO_FAULT)
     assert worker.counts == {"fine": 2}
@@ -137,7 +137,9 @@ def test_without_a_fault_all_is_well(service: ThreadService, worker: Worker):
 @pytest.mark.full("the harm, the message", keep="values")
 @pytest.mark.parametrize("up", [True, False], ids=["to the service", "from it"])
 @pytest.mark.parametrize("harm", HARMS, ids=lambda harm: harm.name)
-def test_a_fault_in_any_message(service: ThreadService, worker: Worker, up: bool, harm: Harm):
+def test_connection_fault_in_any_message_is_contained(
+    service: ThreadService, worker: Worker, up: bool, harm: Harm
+):
     before = connections()
     most = worker.live(service, NO_FAULT).passed[up] // 3  # of the first of three turns
     worker.counts.clear()

@@ -18,9 +18,9 @@ from tierstore import TierStore, TierStoreError
 from tierstore.errors import ServiceLostError
 from tierstore.service import sockets
 from tierstore.wire import peers
-from tierstore.wire.asking import NoAnswerError, report_of
 from tierstore.wire.framing import Outgoing
 from tierstore.wire.messages import Welcome
+from tierstore.wire.status import NoAnswerError, query_status
 
 NOBODY = 65534
 LISTEN = r"""
@@ -45,11 +45,11 @@ print(len(data), len(descriptors), flush=True)
 
 @contextmanager
 def impostor(user: int) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Somebody who listens as a service does, welcomes whoever comes, and tells what came."""
+    """A false service that accepts every worker, and records its messages."""
     with tempfile.TemporaryDirectory(prefix="ts-") as place:
         os.chmod(place, 0o777)
         path = os.path.join(place, "s")
-        welcome = Outgoing().encoded(Welcome(2, "/tmp", 4096, 4096, 4096)).hex()
+        welcome = Outgoing().encode(Welcome(2, "/tmp", 4096, 4096, 4096)).hex()
         command = [sys.executable, "-S", "-c", LISTEN, path, str(user), welcome]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
             assert running.stdout is not None and running.stdout.readline() == "ready\n"
@@ -70,7 +70,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become ano
 
 
 @as_root
-def test_a_service_of_another_user_gets_nothing_of_a_worker() -> None:
+def test_foreign_users_service_gets_nothing_of_a_worker() -> None:
     with impostor(NOBODY) as (path, running):
         with pytest.raises(TierStoreError, match=f"of user {NOBODY} listens") as error:
             TierStore.connect(path, device="cpu")
@@ -78,7 +78,7 @@ def test_a_service_of_another_user_gets_nothing_of_a_worker() -> None:
         assert received(running) == [0, 0]
 
 
-def test_an_impostor_of_this_user_is_greeted() -> None:
+def test_impostor_of_the_same_user_is_greeted() -> None:
     with impostor(0) as (path, running):
         with pytest.raises(ServiceLostError):  # no service, as it turns out
             TierStore.connect(path, device="cpu")
@@ -87,14 +87,14 @@ def test_an_impostor_of_this_user_is_greeted() -> None:
 
 
 @as_root
-def test_a_service_of_another_user_is_not_asked_for_a_report() -> None:
+def test_foreign_users_service_is_not_asked_for_a_report() -> None:
     with impostor(NOBODY) as (path, running):
         with pytest.raises(NoAnswerError, match=f"of user {NOBODY}"):
-            report_of(path, 5.0)
+            query_status(path, 5.0)
         assert received(running) == [0, 0]
 
 
-def test_a_user_that_the_kernel_names_otherwise_is_refused(
+def test_user_with_another_kernel_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with serving(tmp_path / "served", 1 << 20) as service:
@@ -108,7 +108,7 @@ def test_a_user_that_the_kernel_names_otherwise_is_refused(
 
 @as_root
 @pytest.mark.parametrize("kind", ["directory", "link"])
-def test_a_default_directory_that_another_user_made_is_not_used(
+def test_default_directory_of_another_user_is_not_used(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with tempfile.TemporaryDirectory(prefix="ts-") as place:
@@ -128,7 +128,7 @@ def test_a_default_directory_that_another_user_made_is_not_used(
         assert sockets.running() == [os.path.join(default, "mine.sock")]
 
 
-def test_directories_of_a_socket_are_private_under_any_umask() -> None:
+def test_socket_directories_are_private_under_any_umask() -> None:
     for mask in (0o000, 0o002, 0o077):
         with tempfile.TemporaryDirectory(prefix="ts-") as place:
             before = os.umask(mask)

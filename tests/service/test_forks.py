@@ -1,4 +1,4 @@
-"""A connection belongs to the process that made it, whoever else has its socket."""
+"""A connection belongs to the process that made it, even if others inherit its socket."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def service(tmp_path: Path) -> Iterator[ThreadService]:
 
 
 def ends_well(pid: int, seconds: float = 10.0) -> bool:
-    """Whether a child ends by then, with status 0."""
+    """Return whether a child ends by then, with status 0."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -54,7 +54,7 @@ def forked(action: Callable[[], None]) -> int:
 
 
 def use_in_child(store: TierStore) -> None:
-    """What a child may come to do with the store of its parent: nothing comes of it."""
+    """Calls that a child may make on its parent's store: all without effect."""
     for use in (lambda: store.acquire("w1"), lambda: store.discard("w1"), store.close):
         try:
             use()
@@ -63,7 +63,7 @@ def use_in_child(store: TierStore) -> None:
         raise AssertionError("it can be used")
 
 
-def test_the_end_of_a_child_is_not_that_of_its_parent(service: ThreadService, tmp_path: Path):
+def test_childs_end_leaves_the_parent_connected(service: ThreadService, tmp_path: Path):
     tensors = checkpoint(tmp_path / "m.safetensors", groups=3)
     with service.connect() as store:
         store.register_checkpoint(tmp_path / "m.safetensors")
@@ -80,7 +80,7 @@ def test_the_end_of_a_child_is_not_that_of_its_parent(service: ThreadService, tm
             assert connection.leases
 
 
-def test_a_child_cannot_use_the_store_of_its_parent(service: ThreadService, tmp_path: Path):
+def test_child_cannot_use_the_parents_store(service: ThreadService, tmp_path: Path):
     tensors = checkpoint(tmp_path / "m.safetensors", groups=3)
     with service.connect() as store:
         store.register_checkpoint(tmp_path / "m.safetensors")
@@ -107,9 +107,7 @@ time.sleep(60)
 """
 
 
-def test_a_killed_worker_gives_everything_back_though_its_child_lives(
-    service: ThreadService, tmp_path: Path
-):
+def test_killed_worker_with_a_live_child_returns_everything(service: ThreadService, tmp_path: Path):
     data = tmp_path / "data"
     data.write_bytes(bytes(4 * PAGE))
     with RawWorker(service.socket) as other:
@@ -136,7 +134,7 @@ def test_a_killed_worker_gives_everything_back_though_its_child_lives(
             parent.stdout.close()
 
 
-def test_who_hangs_up_with_a_child_that_does_not_is_gone(service: ThreadService, tmp_path: Path):
+def test_worker_hanging_up_with_a_live_child_is_gone(service: ThreadService, tmp_path: Path):
     data = tmp_path / "data"
     data.write_bytes(bytes(4 * PAGE))
     checkpoint(tmp_path / "m.safetensors", groups=1)

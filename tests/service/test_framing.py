@@ -1,4 +1,4 @@
-"""What comes out of a stream is what went in, or it is told that it is nonsense."""
+"""A stream yields the messages that were sent, or raises a protocol error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from tests.lanes import by_lane
 from tests.service.mangling import OF_SERVICES, OF_WORKERS, bodies_of, mangled, stream_of
 from tierstore.wire import messages as m
-from tierstore.wire.framing import Incoming, NonsenseError, Outgoing
+from tierstore.wire.framing import Incoming, Outgoing, ProtocolError
 
 MIB = 1 << 20
 SIDES = [
@@ -23,7 +23,7 @@ SIDES = [
 
 
 def received(data: bytes, kinds: Any, sizes: Sequence[int] = ()) -> list[m.Message]:
-    """What comes of a stream that arrives in pieces of these sizes, then as a whole."""
+    """Return the messages of a stream that arrives in pieces of these sizes, then as a whole."""
     incoming = Incoming[m.Message](kinds)
     found, at = [], 0
     for size in [*sizes, len(data)]:
@@ -33,10 +33,10 @@ def received(data: bytes, kinds: Any, sizes: Sequence[int] = ()) -> list[m.Messa
 
 
 @pytest.mark.parametrize(("kinds", "sent"), SIDES)
-def test_every_kind_of_message_survives_every_cut(kinds: Any, sent: list[m.Message]):
+def test_messages_of_every_kind_survive_every_split(kinds: Any, sent: list[m.Message]):
     assert {type(message) for message in sent} == set(get_args(kinds))
     outgoing = Outgoing()
-    data = b"".join(outgoing.encoded(message) for message in sent)
+    data = b"".join(outgoing.encode(message) for message in sent)
     assert data == stream_of(bodies_of(sent))
     for at in range(len(data)):
         assert received(data, kinds, [at]) == sent
@@ -48,7 +48,7 @@ def test_every_kind_of_message_survives_every_cut(kinds: Any, sent: list[m.Messa
         assert received(data, kinds, sizes) == sent
 
 
-def test_what_is_unfinished_is_known():
+def test_unfinished_message_is_recognised():
     data = stream_of(bodies_of(OF_WORKERS[:2]))
     incoming = Incoming[m.Message](m.FromWorker)
     assert not incoming.unfinished
@@ -58,10 +58,10 @@ def test_what_is_unfinished_is_known():
     assert not incoming.unfinished
 
 
-def test_a_message_that_is_too_long_is_not_sent():
+def test_message_too_long_is_not_sent():
     tensors = [m.TensorRow("w" * 4000, "U8", [1], [1], 0)] * 300
     with pytest.raises(ValueError, match="longer than"):
-        Outgoing().encoded(m.Upload(0, "weights/x", tensors, 1))
+        Outgoing().encode(m.Upload(0, "weights/x", tensors, 1))
 
 
 LONGEST = {
@@ -72,7 +72,7 @@ LONGEST = {
 
 
 @pytest.mark.parametrize("what", LONGEST)
-def test_the_longest_message_takes_little_memory(what: str):
+def test_longest_message_takes_little_memory(what: str):
     body = msgspec.msgpack.encode(["Register", *LONGEST[what]])
     assert 0.8 * m.MAX_MESSAGE < len(body) <= m.MAX_MESSAGE
     data = stream_of([body])
@@ -82,7 +82,7 @@ def test_the_longest_message_takes_little_memory(what: str):
 
 
 def peak_of(action: Any) -> tuple[Any, int]:
-    """What it returns, and how many bytes it had at once."""
+    """Return a call's result, and its peak memory in bytes."""
     tracemalloc.start()
     try:
         before, _ = tracemalloc.get_traced_memory()
@@ -94,7 +94,7 @@ def peak_of(action: Any) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize(("kinds", "sent"), SIDES)
-def test_what_was_changed_is_a_message_or_nonsense(kinds: Any, sent: list[m.Message]):
+def test_mutated_message_is_parsed_or_a_protocol_error(kinds: Any, sent: list[m.Message]):
     chance = random.Random(41)
     bodies = bodies_of(sent)
     known = tuple(get_args(kinds))
@@ -104,7 +104,7 @@ def test_what_was_changed_is_a_message_or_nonsense(kinds: Any, sent: list[m.Mess
         sizes = [chance.randrange(400) for _ in range(4)]
         try:
             found = received(data, kinds, sizes)
-        except NonsenseError as error:
+        except ProtocolError as error:
             assert str(error)
             outcomes["nonsense"] += 1
         else:

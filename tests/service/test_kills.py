@@ -45,18 +45,18 @@ def test_killed_workers_leave_nothing_behind(place: Path) -> None:
     assert after["resident"] - before["resident"] < 16 << 20
 
 
-def test_workers_go_on_when_a_killed_service_is_back(place: Path) -> None:
+def test_workers_reconnect_to_a_restarted_service(place: Path) -> None:
     count, seconds = by_lane((3, 60), (8, 300), (200, 3000))
     found = run(KILLED, "services", count, 7, place=place, seconds=seconds)
     assert found == {"alive": [True, True], "killed": count}
 
 
 @pytest.mark.full("a crowd of processes")
-def test_nobody_starves_in_a_crowd(place: Path) -> None:
+def test_crowd_of_workers_starves_no_worker(place: Path) -> None:
     workers, models = by_lane((8, 4), (24, 8), (64, 8))
     found = run(CROWDED, workers, models, place=place, seconds=290)
     assert found["workers"] == workers
     assert min(found["passes"]) >= 2
-    # Whoever is fastest has done no more than a few times as much as who is slowest.
+    # The fastest has done no more than a few times as much as the slowest.
     assert max(found["passes"]) <= 12 * min(found["passes"])
     assert found["grew"] <= found["budget"] + 100 * 10**6

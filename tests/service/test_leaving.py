@@ -54,7 +54,7 @@ def watch(service: ThreadService) -> list[int]:
     return noted
 
 
-def test_leave_of_many_groups_takes_many_turns(service: ThreadService, data: Path):
+def test_leave_with_many_groups_takes_many_turns(service: ThreadService, data: Path):
     with RawWorker(service.socket) as raw:
         register_all(raw, data)
         noted = watch(service)

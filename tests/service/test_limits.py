@@ -1,4 +1,4 @@
-"""What a service bears of its workers, and how it says that it bears no more."""
+"""Limits of a service on its workers, and the errors beyond them."""
 
 from __future__ import annotations
 
@@ -36,43 +36,41 @@ def data(tmp_path: Path) -> Path:
     return path
 
 
-def nobody_is_left(service: ThreadService) -> bool:
+def all_are_disconnected(service: ThreadService) -> bool:
     service.wait_until(lambda: not service.server.connections)
     return service.leased() == 0 and service.server.groups.bytes_registered == 0
 
 
-def test_who_says_nothing_is_let_go(
+def test_silent_connection_is_disconnected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ):
     set_limit(monkeypatch, server, "HELLO_SECONDS", 0.2)
     with serving(tmp_path / "served", MIB) as service, RawWorker(service.socket) as polite:
         began = time.monotonic()
         with RawWorker(service.socket, name=None) as silent:
-            assert "has not said hello" in silent.why_refused()
+            assert "has not sent a hello" in silent.why_refused()
         assert 0.1 < time.monotonic() - began < 2
         polite.ping()
-    assert f"process {os.getpid()} was let go: it has not said hello" in log.text
+    assert f"dropped process {os.getpid()}: it has not sent a hello" in log.text
 
 
-def test_the_rest_of_a_message_must_come(
+def test_unfinished_message_is_disconnected(
     service: ThreadService, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ):
     set_limit(monkeypatch, server, "UNFINISHED_SECONDS", 0.1)
-    set_limit(monkeypatch, server, "LOOK_SECONDS", 0.05)
+    set_limit(monkeypatch, server, "CHECK_SECONDS", 0.05)
     with RawWorker(service.socket) as slow, RawWorker(service.socket) as quick:
         slow.send_bytes(b"\x90\0\0")
         assert "the rest of a message" in slow.why_refused()
         time.sleep(0.3)  # who has said all of what it had to say may be silent
         quick.ping()
-    assert nobody_is_left(service)
+    assert all_are_disconnected(service)
     assert "the rest of a message" in log.text
 
 
-def test_the_rest_of_an_upload_may_take_its_time(
-    service: ThreadService, monkeypatch: pytest.MonkeyPatch
-):
+def test_slow_upload_is_allowed(service: ThreadService, monkeypatch: pytest.MonkeyPatch):
     set_limit(monkeypatch, server, "UNFINISHED_SECONDS", 1.0)
-    set_limit(monkeypatch, server, "LOOK_SECONDS", 0.05)
+    set_limit(monkeypatch, server, "CHECK_SECONDS", 0.05)
     with RawWorker(service.socket) as raw:
         row = m.TensorRow("w", "U8", [3 * m.UPLOAD], [1], 0)
         raw.send(m.Upload(1, "casts/" + "0" * 32, [row], 3 * m.UPLOAD))
@@ -84,35 +82,35 @@ def test_the_rest_of_an_upload_may_take_its_time(
         raw.ping()
 
 
-def test_too_many_workers(
+def test_workers_above_the_limit_are_refused(
     service: ThreadService, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
 ):
-    set_limit(monkeypatch, server, "WORKERS", 3)
+    set_limit(monkeypatch, server, "MAX_CONNECTIONS", 3)
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             stack.enter_context(RawWorker(service.socket))
         with RawWorker(service.socket, name=None) as more:
-            assert "3 workers already" in more.why_refused()
-    assert nobody_is_left(service)
-    assert "3 workers already" in log.text
+            assert "already has 3 connections" in more.why_refused()
+    assert all_are_disconnected(service)
+    assert "already has 3 connections" in log.text
     with RawWorker(service.socket) as raw:
         raw.ping()
 
 
-def test_too_many_files(
+def test_files_above_the_limit_are_refused(
     service: ThreadService,
     data: Path,
     monkeypatch: pytest.MonkeyPatch,
     log: pytest.LogCaptureFixture,
 ):
-    set_limit(monkeypatch, passed_files, "FILES", 5)
+    set_limit(monkeypatch, passed_files, "MAX_FILES", 5)
     with RawWorker(service.socket) as raw, pytest.raises(ConnectionError):
         for number in range(20):  # those that groups lie in count, though they were closed
             raw.open(data)
             raw.register([pages(number, file=number)])
             raw.send(m.CloseFile(number))
     assert number == 5
-    assert nobody_is_left(service)
+    assert all_are_disconnected(service)
     with RawWorker(service.socket) as raw:
         for number in range(20):  # those that nothing lies in any more do not
             raw.open(data)
@@ -121,29 +119,29 @@ def test_too_many_files(
     assert "more than 5 files" in log.text
 
 
-def test_too_many_groups(
+def test_groups_above_the_limit_are_refused(
     service: ThreadService,
     data: Path,
     monkeypatch: pytest.MonkeyPatch,
     log: pytest.LogCaptureFixture,
 ):
-    set_limit(monkeypatch, connection, "GROUPS", 10)
+    set_limit(monkeypatch, connection, "MAX_GROUPS", 10)
     with RawWorker(service.socket) as raw:
         raw.open(data)
         raw.register([pages(i) for i in range(10)])
         raw.send(m.Register(2, [pages(30)]))
         assert "more than 10 groups" in raw.why_refused()
-    assert nobody_is_left(service)
+    assert all_are_disconnected(service)
     assert "more than 10 groups" in log.text
 
 
-def test_too_many_leases(
+def test_leases_above_the_limit_are_refused(
     service: ThreadService,
     data: Path,
     monkeypatch: pytest.MonkeyPatch,
     log: pytest.LogCaptureFixture,
 ):
-    set_limit(monkeypatch, connection, "OUTSTANDING", 10)
+    set_limit(monkeypatch, connection, "MAX_LEASES", 10)
     with RawWorker(service.socket) as raw:
         raw.open(data)
         (group,) = raw.register([pages(0)])
@@ -152,21 +150,21 @@ def test_too_many_leases(
         raw.send(m.Lease(99, group))
         assert "more than 10 leases" in raw.why_refused()
         assert service.leased() == 10  # it may still be looking at them
-    assert nobody_is_left(service)
+    assert all_are_disconnected(service)
     assert "more than 10 leases" in log.text
 
 
-def test_groups_that_nobody_has_go_in_time(
+def test_abandoned_groups_expire(
     service: ThreadService, data: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    set_limit(monkeypatch, shared_groups, "KEPT", 8)
+    set_limit(monkeypatch, shared_groups, "MAX_UNUSED", 8)
     for turn in range(3):
         with RawWorker(service.socket) as raw:
             raw.open(data)
             numbers = raw.register([pages(20 * turn + i) for i in range(20)])
             for number in numbers:
                 assert isinstance(raw.lease(number), m.Leased)
-        assert nobody_is_left(service)
+        assert all_are_disconnected(service)
         assert len(service.server.groups) == 8
 
 
@@ -183,10 +181,10 @@ def test_cancelled_leases_leave_nothing(service: ThreadService, data: Path):
         service.wait_until(lambda: service.leased() == 0)
         (worker,) = service.server.connections.values()
         assert not worker.waiting
-    assert nobody_is_left(service)
+    assert all_are_disconnected(service)
 
 
-def test_hundreds_that_go_at_once(
+def test_hundreds_of_disconnects_at_once_are_handled(
     service: ThreadService, data: Path, caplog: pytest.LogCaptureFixture
 ):
     """Each end changes what all others may lease, and shows that more are gone."""
@@ -204,7 +202,7 @@ def test_hundreds_that_go_at_once(
         worker.close()
     go_on.set()
     assert paused
-    assert nobody_is_left(service)
+    assert all_are_disconnected(service)
     assert "Traceback" not in caplog.text
     with RawWorker(service.socket) as raw:
         raw.ping()
@@ -222,7 +220,9 @@ def pause(service: ThreadService) -> tuple[bool, threading.Event]:
     return stopped.wait(10), go_on
 
 
-def test_without_descriptors_workers_wait(service: ThreadService, log: pytest.LogCaptureFixture):
+def test_workers_wait_when_descriptors_run_out(
+    service: ThreadService, log: pytest.LogCaptureFixture
+):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with RawWorker(service.socket) as raw:
         raw.ping()
@@ -233,7 +233,7 @@ def test_without_descriptors_workers_wait(service: ThreadService, log: pytest.Lo
             waiting.connect(service.socket)
             go_on.set()
             began = time.process_time()
-            service.wait_until(lambda: "too many files are open" in log.text)
+            service.wait_until(lambda: "too many open files" in log.text)
             time.sleep(0.3)
             assert time.process_time() - began < 0.25  # it does not try again and again
             raw.ping()
@@ -241,7 +241,7 @@ def test_without_descriptors_workers_wait(service: ThreadService, log: pytest.Lo
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert paused
         waiting.settimeout(10)
-        waiting.sendall(Outgoing().encoded(m.Hello(m.VERSION, "late")))
+        waiting.sendall(Outgoing().encode(m.Hello(m.VERSION, "late")))
         assert waiting.recv(100)
         waiting.close()
-    assert nobody_is_left(service)
+    assert all_are_disconnected(service)

@@ -1,4 +1,4 @@
-"""A service is sent what nobody would send by mistake, and goes on as if nothing had been."""
+"""A service that receives hostile messages goes on as if they had not been sent."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.service.raw import PAGE, RawWorker, pages, row_of
 from tests.service.service_process import ServiceProcess, served_by_a_process
 from tests.service.serving import ThreadService
 from tests.service.test_serving import MIB, checkpoint
-from tierstore.engine.adoption import content_hash
-from tierstore.service.shared_groups import KEPT
+from tierstore.engine.in_place_groups import content_hash
+from tierstore.service.shared_groups import MAX_UNUSED
 from tierstore.wire import messages as m
 
 DECOY = "/etc/hostname"
-"""What the file that is passed is said to be called: nobody opens it."""
+"""The claimed name of the file that is passed: no process opens it."""
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def service(tmp_path: Path, notes: Path) -> Iterator[ServiceProcess]:
 
 
 def session(data: Path) -> list[m.Message]:
-    """What an honest worker says in its life; the descriptor goes with the first bytes."""
+    """Return the messages of an honest worker's life; the descriptor goes with the first bytes."""
     content = bytes(range(48))
     named = content_hash(
         {"w": torch.frombuffer(bytearray(content), dtype=torch.float32).view(3, 4)}
@@ -98,7 +98,7 @@ def attack(service: ServiceProcess, data: Path, chance: random.Random, times: in
     return served
 
 
-def test_sessions_that_were_changed(
+def test_mutated_sessions_are_contained(
     service: ServiceProcess, notes: Path, data: Path, tmp_path: Path
 ):
     with data.open("rb") as file:  # what is not changed is served to its end
@@ -106,7 +106,7 @@ def test_sessions_that_were_changed(
     assert said.count(b"Leased") >= 2 and said.count(b"Done") == 2 and b"Report" in said
     assert b"Refused" not in said and b"Failed" not in said
     chance = random.Random(5)
-    # What the store notes of its newest events grows up to a number of them.
+    # The store's record of its newest events grows up to a number of them.
     attack(service, data, chance, by_lane(100, 2000, 20_000))
     service.send_signal(signal.SIGUSR1)
     ThreadService.wait_until(lambda: notes.stat().st_size > 0)
@@ -119,12 +119,12 @@ def test_sessions_that_were_changed(
     assert times * 0.05 < served < times * 0.7
     ThreadService.wait_until(lambda: not service.report().workers)
     ThreadService.wait_until(lambda: others(service, data) == held)
-    assert service.descriptors().count(str(data)) <= KEPT  # of groups that are kept
+    assert service.descriptors().count(str(data)) <= MAX_UNUSED  # of groups that are kept
     assert service.resident_bytes() - resident < 16 * MIB
     opened = notes.read_text().split("\n")
     assert any(name.startswith("/proc/self/fd/") for name in opened)  # of the arena: it is noted
     allowed = (str(tmp_path / "served"), "/proc/self/fd/")
-    # What has no place before its name is in the service's directory, by its descriptor.
+    # Files not yet linked are in the service's directory, by descriptor.
     assert not [n for n in opened if n.startswith("/") and not n.startswith(allowed)]
     assert well(service, tmp_path)
     done = service.end()
@@ -137,7 +137,7 @@ def others(service: ServiceProcess, data: Path) -> list[str]:
 
 
 def well(service: ServiceProcess, place: Path) -> bool:
-    """Whether an honest worker gets true values."""
+    """Return whether an honest worker gets correct values."""
     tensors = checkpoint(place / "m.safetensors", groups=8)
     with service.connect() as store:
         store.register_checkpoint(place / "m.safetensors")
@@ -161,7 +161,7 @@ def honest_worker(service: ServiceProcess, data: Path) -> tuple[RawWorker, int]:
 
 
 @pytest.mark.full("waits until it is let go")
-def test_who_never_reads_is_let_go(service: ServiceProcess, data: Path):
+def test_worker_that_never_reads_is_disconnected(service: ServiceProcess, data: Path):
     honest, group = honest_worker(service, data)
     with honest, RawWorker(service.socket, "deaf") as raw:
         raw.open(data)
@@ -180,4 +180,4 @@ def test_who_never_reads_is_let_go(service: ServiceProcess, data: Path):
             assert time.monotonic() < ends
         assert served > 20, "a service that waits for the deaf one serves nobody meanwhile"
         assert {row.name for row in service.report().workers} == {"honest"}
-    assert "it has not read" in service.end().stderr
+    assert "it did not read" in service.end().stderr

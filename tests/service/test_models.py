@@ -57,7 +57,7 @@ def test_two_pipelines_share_one_copy(
 
 
 @pytest.mark.full("a model in each of two processes")
-def test_a_dispatched_model_is_served(tmp_path: Path) -> None:
+def test_dispatched_model_is_served(tmp_path: Path) -> None:
     directory = pipelines.build_llama(tmp_path / "llama")
     expected = pipelines.run("llama", pipelines.load("llama", directory))
     with serving(tmp_path / "served", 12 * MIB) as service, service.connect() as store:

@@ -19,7 +19,7 @@ TIMES = [-(10**18), -1, 0, 10**9 - 1, 4_650_000_000 * 10**9]
 
 
 @pytest.mark.parametrize("time", TIMES)
-def test_a_checkpoint_of_any_time_is_served(time: int, tmp_path: Path) -> None:
+def test_checkpoint_with_any_timestamp_is_served(time: int, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.arange(2048.0)}, path)
     os.utime(path, ns=(time, time))
@@ -33,20 +33,20 @@ def test_a_checkpoint_of_any_time_is_served(time: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("time", [*TIMES, -(2**63), 2**63, 2**64 + 1, 10**27, -(10**27)])
-def test_a_time_comes_as_it_was_sent(time: int) -> None:
+def test_timestamp_arrives_unchanged(time: int) -> None:
     row = m.File("a", (1, 2, 3, m.time_of(time), m.time_of(0)), None, False)
     found = msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=m.File)
     assert m.nanoseconds_of(found.stamp[3]) == time
 
 
 @pytest.mark.parametrize("number", [0, 2**62, 2**64 - 1])
-def test_devices_and_inodes_may_use_all_their_bits(number: int) -> None:
+def test_device_and_inode_numbers_use_all_bits(number: int) -> None:
     row = m.File("a", (number, number, 3, (0, 0), (0, 0)), None, False)
     found = msgspec.msgpack.decode(msgspec.msgpack.encode(row), type=m.File)
     assert found.stamp[:2] == (number, number)
 
 
 @pytest.mark.parametrize("stamp", [[-1, 0, 0, [0, 0], [0, 0]], [0, 0, 0, [0, 10**9], [0, 0]]])
-def test_what_is_no_stamp_is_none(stamp: list[object]) -> None:
+def test_malformed_stamp_is_none(stamp: list[object]) -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(msgspec.msgpack.encode(["a", stamp, None, False]), type=m.File)

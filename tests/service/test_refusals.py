@@ -1,4 +1,4 @@
-"""Who a service takes in, what it takes of them, and what it gives to them."""
+"""The workers, files and messages that a service accepts, and those it refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.service.raw import PAGE, RawWorker, pages, row_of
 from tests.service.serving import ThreadService, serving
 from tests.service.test_serving import MIB, checkpoint
 from tierstore import TierStoreError
-from tierstore.engine.adoption import content_hash
+from tierstore.engine.in_place_groups import content_hash
 from tierstore.errors import StoreLockedError
 from tierstore.service import sockets
 from tierstore.wire import messages as m
@@ -44,7 +44,7 @@ def data(tmp_path: Path) -> Path:
 
 
 def well(service: ThreadService, data: Path) -> bool:
-    """Whether the service serves an honest worker, and has nothing left of others."""
+    """Return whether the service serves an honest worker, and has released all others."""
     with RawWorker(service.socket) as raw:
         raw.open(data)
         (number,) = raw.register([pages(1, 2)])
@@ -55,15 +55,15 @@ def well(service: ThreadService, data: Path) -> bool:
     return right and service.leased() == 0
 
 
-# Who may connect ----------------------------------------------------------------------------------
+# Connecting ---------------------------------------------------------------------------------------
 
 
-def test_only_the_user_can_reach_the_socket(service: ThreadService):
+def test_socket_is_reachable_by_its_user_only(service: ThreadService):
     assert stat.S_IMODE(os.stat(service.socket).st_mode) == 0o600
     assert stat.S_IMODE(os.stat(os.path.dirname(service.socket)).st_mode) == 0o700
 
 
-def test_the_directory_of_a_socket_is_made_for_the_user_alone(tmp_path: Path):
+def test_socket_directory_is_created_private(tmp_path: Path):
     with tempfile.TemporaryDirectory(prefix="ts-") as place:
         path = os.path.join(place, "new", "s")
         sockets.listen(path).close()
@@ -90,7 +90,7 @@ except ConnectionResetError:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_is_refused_though_the_socket_is_open_to_all(
+def test_other_user_is_refused_on_an_open_socket(
     service: ThreadService, log: pytest.LogCaptureFixture
 ):
     os.chmod(os.path.dirname(service.socket), 0o755)
@@ -98,12 +98,12 @@ def test_another_user_is_refused_though_the_socket_is_open_to_all(
     command = [sys.executable, "-S", "-c", CONNECT, service.socket]
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert done.stdout.strip() == "b''", done.stderr
-    assert "of user 65534: it is another user's" in log.text
+    assert "of another user (65534)" in log.text
     assert not service.server.connections
 
 
-def test_what_lies_at_the_path(service: ThreadService):
-    with pytest.raises(StoreLockedError, match="serves"):
+def test_foreign_file_at_the_socket_path_raises(service: ThreadService):
+    with pytest.raises(StoreLockedError, match="already listens"):
         sockets.listen(service.socket)
     place = os.path.dirname(service.socket)
     left = os.path.join(place, "left")
@@ -112,19 +112,19 @@ def test_what_lies_at_the_path(service: ThreadService):
         made.close()
     os.unlink(left)
     Path(left).write_text("mine")
-    with pytest.raises(TierStoreError, match="no socket"):
+    with pytest.raises(TierStoreError, match="not a socket"):
         sockets.listen(left)
     assert Path(left).read_text() == "mine"
     os.unlink(left)
     os.symlink(service.socket, left)
-    with pytest.raises(TierStoreError, match="no socket"):
+    with pytest.raises(TierStoreError, match="not a socket"):
         sockets.listen(left)
     with pytest.raises(TierStoreError, match="too long"):
         sockets.listen("/tmp/" + "x" * 200)
     os.unlink(left)
 
 
-def test_a_service_whose_queue_is_full_is_alive():
+def test_service_with_a_full_queue_counts_as_alive():
     with tempfile.TemporaryDirectory(prefix="ts-") as place:
         path = os.path.join(place, "s")
         made = sockets.listen(path)
@@ -137,10 +137,10 @@ def test_a_service_whose_queue_is_full_is_alive():
         made.close()
 
 
-# What a worker gets -------------------------------------------------------------------------------
+# Leases -------------------------------------------------------------------------------------------
 
 
-def test_nobody_can_write_to_the_arena(service: ThreadService, data: Path):
+def test_arena_is_read_only_for_workers(service: ThreadService, data: Path):
     with RawWorker(service.socket) as raw:
         (descriptor,) = raw.descriptors
         size = os.fstat(descriptor).st_size
@@ -160,17 +160,17 @@ def test_nobody_can_write_to_the_arena(service: ThreadService, data: Path):
     assert well(service, data)
 
 
-# What a worker passes -----------------------------------------------------------------------------
+# Registering files --------------------------------------------------------------------------------
 
 
 def pass_descriptor(service: ThreadService, row: m.File, descriptors: list[int]) -> str:
-    """Why the service does not take this."""
+    """Return the service's reason for refusing this."""
     with RawWorker(service.socket) as raw:
         raw.send(m.Open([row]), descriptors)
         return raw.why_refused()
 
 
-def test_only_regular_files_that_can_be_read_are_taken(
+def test_only_readable_regular_files_are_accepted(
     service: ThreadService, data: Path, tmp_path: Path
 ):
     reader, writer = os.pipe()
@@ -186,7 +186,7 @@ def test_only_regular_files_that_can_be_read_are_taken(
         (data, os.open(data, os.O_PATH)),
     ]
     for path, descriptor in opened:
-        assert "no open regular file" in pass_descriptor(service, row_of(path), [descriptor])
+        assert "not of the regular file" in pass_descriptor(service, row_of(path), [descriptor])
         if descriptor not in (reader, listening.fileno()):
             os.close(descriptor)
     for descriptor in (reader, writer):
@@ -195,9 +195,7 @@ def test_only_regular_files_that_can_be_read_are_taken(
     assert well(service, data)
 
 
-def test_a_descriptor_of_another_file_is_not_taken(
-    service: ThreadService, data: Path, tmp_path: Path
-):
+def test_descriptor_of_another_file_is_refused(service: ThreadService, data: Path, tmp_path: Path):
     other = tmp_path / "other"
     other.write_bytes(data.read_bytes())
     with other.open("rb") as file, data.open("rb") as right:
@@ -210,7 +208,7 @@ def test_a_descriptor_of_another_file_is_not_taken(
     assert well(service, data)
 
 
-def test_descriptors_of_no_message_are_closed(service: ThreadService, data: Path):
+def test_descriptors_without_a_message_are_closed(service: ThreadService, data: Path):
     before = len(os.listdir("/proc/self/fd"))
     with data.open("rb") as file, RawWorker(service.socket) as raw:
         with pytest.raises((ConnectionError, AssertionError)):
@@ -223,7 +221,7 @@ def test_descriptors_of_no_message_are_closed(service: ThreadService, data: Path
     assert len(os.listdir("/proc/self/fd")) <= before + 2  # the file of the honest worker's group
 
 
-def test_a_file_that_is_not_as_described_is_not_served(service: ThreadService, data: Path):
+def test_file_unlike_its_description_is_not_served(service: ThreadService, data: Path):
     size = data.stat().st_size
     with RawWorker(service.socket) as raw:
         device, inode, nbytes, modified, changed = row_of(data).stamp
@@ -236,7 +234,7 @@ def test_a_file_that_is_not_as_described_is_not_served(service: ThreadService, d
     assert well(service, data)
 
 
-def test_a_file_that_shrinks_is_an_error(service: ThreadService, data: Path):
+def test_file_that_shrinks_raises(service: ThreadService, data: Path):
     with RawWorker(service.socket) as raw:
         raw.open(data)
         first, second = raw.register([pages(0, 2), pages(14, 2)])
@@ -263,16 +261,16 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("what", BEYOND)
-def test_a_group_that_lies_beyond(service: ThreadService, data: Path, what: str):
+def test_group_beyond_its_file_raises(service: ThreadService, data: Path, what: str):
     with RawWorker(service.socket) as raw:
         raw.open(data)
         raw.send(m.Register(1, [pages(0), BEYOND[what]]))
         why = raw.why_refused()
-        assert "beyond" in why or "not sent" in why
+        assert "exceeds" in why or "not sent" in why
     assert well(service, data)
 
 
-def test_a_group_larger_than_everything_is_an_error(service: ThreadService, data: Path):
+def test_group_larger_than_every_budget_raises(service: ThreadService, data: Path):
     with RawWorker(service.socket) as raw:
         raw.open(data)
         (number,) = raw.register([m.Group(1 << 40, [m.Piece(0, 0, PAGE, 0)], [], [])])
@@ -281,7 +279,7 @@ def test_a_group_larger_than_everything_is_an_error(service: ThreadService, data
     assert well(service, data)
 
 
-def test_wrong_checksums_are_told_and_harm_nobody_else(service: ThreadService, data: Path):
+def test_wrong_checksums_raise_for_their_worker_only(service: ThreadService, data: Path):
     piece = m.Piece(0, PAGE, 2 * PAGE, 0)
     with RawWorker(service.socket) as raw:
         raw.open(data)
@@ -301,22 +299,22 @@ def well_beside(service: ThreadService, data: Path) -> bool:
 
 
 NONSENSE = {
-    "two hellos": ([m.Hello(m.VERSION, "a")], "hello twice"),
-    "no such group": ([m.Lease(1, 7)], "no group 7"),
-    "a request twice": ([m.Lease(9, 0), m.Lease(9, 0)], "under way"),
-    "another object": ([m.Find(1, "../../etc/passwd")], "asks for an object"),
-    "a group's object": ([m.Find(1, "blocks.0")], "asks for an object"),
-    "no hash": ([m.Find(1, "weights/../" + "0" * 29)], "asks for an object"),
+    "two hellos": ([m.Hello(m.VERSION, "a")], "second hello"),
+    "no such group": ([m.Lease(1, 7)], "not registered group 7"),
+    "a request twice": ([m.Lease(9, 0), m.Lease(9, 0)], "already in use"),
+    "another object": ([m.Find(1, "../../etc/passwd")], "requests object"),
+    "a group's object": ([m.Find(1, "blocks.0")], "requests object"),
+    "no hash": ([m.Find(1, "weights/../" + "0" * 29)], "requests object"),
     "an upload to a key": ([m.Upload(1, "x", [], 1)], "Expected"),
     "an upload elsewhere": (
         [m.Upload(1, "casts/../../x", [m.TensorRow("w", "U8", [1], [1], 0)], 1)],
-        "asks for an object",
+        "requests object",
     ),
 }
 
 
 @pytest.mark.parametrize("what", NONSENSE)
-def test_nonsense_is_refused(
+def test_protocol_error_disconnects(
     service: ThreadService, data: Path, what: str, log: pytest.LogCaptureFixture
 ):
     sent, why = NONSENSE[what]
@@ -330,13 +328,13 @@ def test_nonsense_is_refused(
     assert why in log.text
 
 
-def test_another_version_is_told_to_upgrade(service: ThreadService, data: Path):
+def test_other_protocol_version_must_upgrade(service: ThreadService, data: Path):
     with RawWorker(service.socket, name=None) as raw:
         raw.send(m.Hello(m.VERSION + 1, "new"))
         assert "upgrade" in raw.why_refused()
     with RawWorker(service.socket, name=None) as raw:
         raw.send(m.Ping())
-        assert "begins with a Ping" in raw.why_refused()
+        assert "first message is a Ping" in raw.why_refused()
     assert well(service, data)
 
 
@@ -362,11 +360,11 @@ def numbered(body: bytes, number: int) -> bytes:
     return HEAD.pack(len(body), number, zlib.crc32(body)) + body
 
 
-# What a worker hands over -------------------------------------------------------------------------
+# Uploads ------------------------------------------------------------------------------------------
 
 
 def upload(raw: RawWorker, key: str, row: m.TensorRow, data: bytes, nbytes: int) -> m.Message:
-    """What the service says to an upload of this tensor."""
+    """Return the service's answer to an upload of this tensor."""
     request = raw.request()
     raw.send(m.Upload(request, key, [row], nbytes))
     answer = raw.take(m.Message)
@@ -376,7 +374,7 @@ def upload(raw: RawWorker, key: str, row: m.TensorRow, data: bytes, nbytes: int)
     return answer
 
 
-def test_what_is_handed_over_is_what_its_name_says(service: ThreadService, data: Path):
+def test_uploaded_group_is_named_by_its_content(service: ThreadService, data: Path):
     tensor = torch.arange(100, dtype=torch.float32)
     content = tensor.numpy().tobytes()
     row = m.TensorRow("w", "F32", [100], [1], 0)
@@ -408,7 +406,7 @@ NO_TENSORS = {
 
 
 @pytest.mark.parametrize("what", NO_TENSORS)
-def test_what_can_be_no_tensor_is_an_error(service: ThreadService, data: Path, what: str):
+def test_impossible_tensor_raises(service: ThreadService, data: Path, what: str):
     with RawWorker(service.socket) as raw:
         answer = upload(raw, "casts/" + "0" * 32, NO_TENSORS[what], bytes(400), 400)
         assert isinstance(answer, m.Failed)
@@ -421,7 +419,7 @@ def test_what_can_be_no_tensor_is_an_error(service: ThreadService, data: Path, w
     assert well(service, data)
 
 
-def test_more_than_the_disk_may_hold_is_refused(tmp_path: Path, data: Path):
+def test_upload_above_the_disk_budget_is_refused(tmp_path: Path, data: Path):
     row = m.TensorRow("w", "U8", [1 << 40], [1], 0)
     with serving(tmp_path / "served", 4 * MIB, disk=MIB) as service:
         with RawWorker(service.socket) as raw:
@@ -430,7 +428,7 @@ def test_more_than_the_disk_may_hold_is_refused(tmp_path: Path, data: Path):
         assert well(service, data)
 
 
-def test_a_directory_that_is_no_text_is_shown(service: ThreadService, tmp_path: Path):
+def test_directory_name_of_any_bytes_is_shown(service: ThreadService, tmp_path: Path):
     place = os.path.join(os.fsencode(tmp_path), b"caf\xe9")
     os.mkdir(place)
     path = Path(os.fsdecode(place)) / "m.safetensors"

@@ -1,4 +1,4 @@
-"""What a worker is promised, by a service on a thread of the same process."""
+"""The promises to a worker, with a service on a thread of the same process."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def same(lease, expected: torch.Tensor, name: str) -> bool:
     return torch.equal(lease.tensors[name], expected)
 
 
-def test_workers_see_what_the_checkpoint_holds(service: ThreadService, tmp_path: Path):
+def test_workers_see_the_checkpoints_values(service: ThreadService, tmp_path: Path):
     tensors = checkpoint(tmp_path / "m.safetensors")
     with service.connect() as one, service.connect() as other:
         for store, prefix in ((one, "a/"), (other, "b/")):
@@ -46,7 +46,7 @@ def test_workers_see_what_the_checkpoint_holds(service: ThreadService, tmp_path:
         assert one.stats().bytes_read > 0
 
 
-def test_what_one_has_read_the_other_leases(service: ThreadService, tmp_path: Path):
+def test_group_read_by_one_worker_is_leased_by_another(service: ThreadService, tmp_path: Path):
     checkpoint(tmp_path / "m.safetensors", groups=3)
     with service.connect() as one, service.connect() as other:
         one.register_checkpoint(tmp_path / "m.safetensors")
@@ -63,7 +63,7 @@ def test_what_one_has_read_the_other_leases(service: ThreadService, tmp_path: Pa
         assert other.stats().bytes_read >= 3 * MIB  # it leased them
 
 
-def test_a_write_to_what_is_leased_reaches_nobody(service: ThreadService, tmp_path: Path):
+def test_write_to_leased_memory_reaches_no_other_worker(service: ThreadService, tmp_path: Path):
     tensors = checkpoint(tmp_path / "m.safetensors", groups=1)
     with service.connect() as one, service.connect() as other:
         one.register_checkpoint(tmp_path / "m.safetensors")
@@ -76,7 +76,7 @@ def test_a_write_to_what_is_leased_reaches_nobody(service: ThreadService, tmp_pa
             assert same(lease, tensors["w0"], "w0")
 
 
-def test_what_a_worker_changes_is_its_own(service: ThreadService, tmp_path: Path):
+def test_workers_changes_stay_private(service: ThreadService, tmp_path: Path):
     tensors = checkpoint(tmp_path / "m.safetensors", groups=2)
     own = {"ram_budget": 4 * MIB, "disk_dir": tmp_path / "own"}
     with service.connect(**own) as one, service.connect() as other:
@@ -128,7 +128,7 @@ def test_casts_are_made_once_for_all(service: ThreadService, tmp_path: Path):
     assert len(service.server.groups) == 1
 
 
-def test_the_budget_of_the_service_holds(service: ThreadService, tmp_path: Path):
+def test_service_budget_holds(service: ThreadService, tmp_path: Path):
     checkpoint(tmp_path / "m.safetensors", groups=12)
     with service.connect() as one, service.connect() as other:
         for store in (one, other):
@@ -141,7 +141,7 @@ def test_the_budget_of_the_service_holds(service: ThreadService, tmp_path: Path)
     assert stats.peak_bytes["HOST"] <= stats.budget_bytes["HOST"] == 4 * MIB + 65536
 
 
-def test_what_never_fits_is_told(service: ThreadService, tmp_path: Path):
+def test_group_that_never_fits_raises(service: ThreadService, tmp_path: Path):
     checkpoint(tmp_path / "m.safetensors", groups=1, nbytes=5 * MIB)
     with service.connect() as store:
         store.register_checkpoint(tmp_path / "m.safetensors")
@@ -164,7 +164,7 @@ def test_leases_outlive_the_store(service: ThreadService, tmp_path: Path):
     lease.release()
 
 
-def test_everything_comes_back_from_a_worker_that_ends(service: ThreadService, tmp_path: Path):
+def test_ended_workers_leases_are_returned(service: ThreadService, tmp_path: Path):
     checkpoint(tmp_path / "m.safetensors", groups=4)
     store = service.connect()
     store.register_checkpoint(tmp_path / "m.safetensors")
@@ -175,7 +175,7 @@ def test_everything_comes_back_from_a_worker_that_ends(service: ThreadService, t
     assert len(leases) == 3
 
 
-def test_a_group_under_two_keys_outlives_the_end_of_one(service: ThreadService, tmp_path: Path):
+def test_group_under_two_keys_outlives_one(service: ThreadService, tmp_path: Path):
     tensors = checkpoint(tmp_path / "m.safetensors", groups=1)
     with service.connect() as store:
         for prefix in ("a/", "b/"):
@@ -193,7 +193,7 @@ def test_a_group_under_two_keys_outlives_the_end_of_one(service: ThreadService, 
         assert list(service.server.connections.values()) == [connection]
 
 
-def test_a_changed_tensor_keeps_its_name(service: ThreadService, tmp_path: Path):
+def test_changed_tensor_keeps_its_name(service: ThreadService, tmp_path: Path):
     tensors = checkpoint(tmp_path / "m.safetensors", groups=1)
     with service.connect(ram_budget=4 * MIB, disk_dir=tmp_path / "own") as store:
         store.register_checkpoint(tmp_path / "m.safetensors", "a/")

@@ -78,11 +78,11 @@ class Sender:
             self._latest = time.monotonic()
 
     def waits(self) -> bool:
-        """Whether it has sent nothing for a while."""
+        """Return whether it has sent nothing for a while."""
         return time.monotonic() - self._latest > 0.5
 
 
-def test_close_of_a_link_ends_a_send_that_waits(service: ThreadService):
+def test_close_of_a_link_ends_a_blocked_send(service: ThreadService):
     link = ServiceLink(service.socket, private=False)
     assert not link.find(NOTHING)
     with stopped(service):
@@ -96,7 +96,7 @@ def test_close_of_a_link_ends_a_send_that_waits(service: ThreadService):
     assert "the store was closed" in str(sender.caller.error)
 
 
-def test_send_that_waits_goes_on_with_the_service(service: ThreadService):
+def test_blocked_send_continues_with_the_service(service: ThreadService):
     link = ServiceLink(service.socket, private=False)
     assert not link.find(NOTHING)
     with stopped(service):

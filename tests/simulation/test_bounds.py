@@ -1,4 +1,4 @@
-"""What the bench of the policies compares with: nobody does better, and somebody does so well."""
+"""Belady's algorithm is a bound on every policy, and is reached."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ some_uses = st.lists(st.sampled_from("abcde"), min_size=1, max_size=9).map(tuple
 
 @settings(deadline=None)
 @given(keys=some_uses, room=st.integers(1, 4))
-def test_belady_is_the_best_where_groups_are_equal(keys: tuple[str, ...], room: int) -> None:
+def test_belady_is_optimal_for_equal_groups(keys: tuple[str, ...], room: int) -> None:
     trace = trace_of("drawn", keys, lambda key: 3)
     best = 3 * MB * fewest_misses(keys, room)
     assert belady(trace, 3 * MB * room) == best
@@ -46,7 +46,7 @@ def test_belady_is_the_best_where_groups_are_equal(keys: tuple[str, ...], room: 
 
 @settings(deadline=None)
 @given(keys=some_uses, sizes=st.tuples(*[st.integers(1, 5)] * 5), more=st.integers(0, 12))
-def test_the_bound_is_one_for_groups_of_any_size(
+def test_bound_holds_for_groups_of_any_size(
     keys: tuple[str, ...], sizes: tuple[int, ...], more: int
 ) -> None:
     trace = trace_of("drawn", keys, lambda key: sizes["abcde".index(key)])
@@ -56,7 +56,7 @@ def test_the_bound_is_one_for_groups_of_any_size(
     assert once <= belady(trace, budget) <= trace.sizes.sum()
 
 
-def test_a_loop_keeps_what_fits_and_reads_the_rest() -> None:
+def test_bound_of_a_loop_reads_only_the_excess() -> None:
     trace = traces.cyclic(6, 5)
     assert belady(trace, 4 * 400 * MB) == 400 * MB * fewest_misses(trace.keys, 4)
     assert belady(trace, 6 * 400 * MB) == least_missed(trace, 6 * 400 * MB) == 6 * 400 * MB
@@ -67,14 +67,14 @@ def test_a_loop_keeps_what_fits_and_reads_the_rest() -> None:
     [*traces.deterministic(), *traces.irregular(), *traces.by_chance()],
     ids=lambda trace: trace.name,
 )
-def test_a_trace_uses_the_groups_that_it_has(trace: Trace) -> None:
+def test_trace_uses_only_groups_it_has(trace: Trace) -> None:
     assert set(trace.keys) == set(trace.groups)
     assert all(nbytes >= 20 * MB for nbytes in trace.groups.values())
     assert len(trace.keys) > 3 * len(trace.groups), "or nothing could be learned"
 
 
 @pytest.mark.full("a whole benchmark; its planner and its carrier are in test_simulation.py")
-def test_what_is_claimed_of_the_policies_holds() -> None:
+def test_policy_claims_hold() -> None:
     """Bytes and virtual seconds only: the cost of planning is measured by the bench itself."""
     parts = [word for part in ("missed", "hierarchy", "prefetch") for word in ("--only", part)]
     output = output_of("-m", "tools.bench", "policies", "--small", *parts)

@@ -63,21 +63,24 @@ def test_plan_of_several_models_is_near_the_bound(name: str, cell: int) -> None:
 
 
 @pytest.mark.full("four seconds")
-def test_plan_with_a_text_encoder_reads_what_it_must() -> None:
+def test_plan_with_a_text_encoder_reads_the_necessary_bytes() -> None:
     """The ring that serves a period without long stays is too small for one that has them."""
     assert several(WITH_ENCODER, *SEVERAL[WITH_ENCODER][1]).by_bound <= NEAR
 
 
 @pytest.mark.full("ten seconds")
 def test_plan_with_a_text_encoder_all_in_ram_gets_no_worse() -> None:
-    """It misses the aim of 1.10. The encoder computes for a moment, so nothing hides the copies of
-    its weights; the bound adds up each kind of work over the period, and does not see that."""
+    """Misses the aim of 1.10.
+
+    The encoder computes for a moment, so nothing hides the copies of its weights; the bound adds up
+    each kind of work over the period, and does not see that.
+    """
     assert several(WITH_ENCODER, *SEVERAL[WITH_ENCODER][0]).by_bound <= 1.2
 
 
 @pytest.mark.full("ten seconds each")
 @pytest.mark.parametrize("cell", [0, 1, 2])
-def test_step_of_training_moves_little_more_than_it_must(cell: int) -> None:
+def test_training_step_moves_little_above_the_bound(cell: int) -> None:
     name = "a step of training"
     assert several(name, *SEVERAL[name][cell]).bytes_by_least <= LEAST_BYTES
 
@@ -108,14 +111,14 @@ def test_loop_is_planned_from_the_third_pass_on() -> None:
     assert len({tuple(one.bytes_moved.items()) for one in found[3:]}) == 1
 
 
-def test_entering_a_plan_moves_what_is_missing_only() -> None:
+def test_entering_a_plan_moves_only_missing_groups() -> None:
     found = passes((60, 200), 6)
     entering, later = found[2].bytes_moved, found[3].bytes_moved
     assert entering[TO_HOST] == later[TO_HOST] == 0, "all of it was in host memory"
     assert 0 < entering[TO_DEVICE] - later[TO_DEVICE] <= 60 * PAGE
 
 
-def test_loop_with_room_for_one_unit_is_planned() -> None:
+def test_loop_with_space_for_one_unit_is_planned() -> None:
     found = passes((12, 5), 5)
     assert found[-1].planned
     assert found[-1].bytes_moved[TO_HOST] >= sum(LOOP.sizes) - 17 * PAGE

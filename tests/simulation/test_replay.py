@@ -49,7 +49,7 @@ def work(store: TierStore, place: Path) -> None:
         with store.acquire("made.0", Access.UPDATE) as lease:
             lease.tensor.add_(1)
     store.prefetch(["made.1", "made.2"])
-    store.keep("made.3")
+    store.make_sticky("made.3")
     store.offload("made.0")
     store.put("made.4", pages(9, 2))
     store.discard("made.5")
@@ -77,7 +77,7 @@ def record_of(trace: Path) -> EventRecord:
 
 
 def moves_of(record: EventRecord) -> Counter[tuple[str, str, int]]:
-    """What a planner of today has moved, as far as the record says that it arrived."""
+    """Return a current planner's moves, as far as the record reports their arrival."""
     moves: Counter[tuple[str, str, int]] = Counter()
     under_way: dict[tuple[GroupId, Tier, Tier], int] = {}
     for event, instructions in replay(record):
@@ -97,14 +97,14 @@ def told(hop: str, key: str, nbytes: int) -> tuple[str, str, int]:
 
 
 def journal_of(trace: Path) -> Counter[tuple[str, str, int]]:
-    """What the run moved."""
+    """Return the moves of the run."""
     hops = {kind: hop for hop, kind in KINDS.items() if ">" in hop}
     slices = [one for one in read_trace(trace).slices if one.kind in hops]
     return Counter(told(hops[one.kind], one.name, one.args["nbytes"]) for one in slices)
 
 
 @on_both
-def test_the_events_of_a_run_give_its_instructions_again(device: str, tmp_path: Path) -> None:
+def test_replay_of_a_run_gives_its_instructions(device: str, tmp_path: Path) -> None:
     trace = run(tmp_path, device)
     record = record_of(trace)
     assert record.dropped == 0
@@ -135,7 +135,7 @@ def difference_in(record: EventRecord) -> Difference:
     return difference
 
 
-def test_an_edited_record_is_told_at_the_event_that_was_edited(tmp_path: Path) -> None:
+def test_replay_of_an_edited_record_names_the_edited_event(tmp_path: Path) -> None:
     record = record_of(run(tmp_path))
     moving = [number for number, one in enumerate(record.handled) if one.instructions]
     for number in moving[:: len(moving) // 8]:
@@ -154,7 +154,7 @@ def test_an_edited_record_is_told_at_the_event_that_was_edited(tmp_path: Path) -
 @pytest.mark.parametrize(
     "change", [{"policy": "lru"}, {"budgets": {Tier.HOST: 24 * PAGE, Tier.DISK: None}}]
 )
-def test_another_planner_decides_otherwise(change: dict[str, Any], tmp_path: Path) -> None:
+def test_replay_with_another_planner_differs(change: dict[str, Any], tmp_path: Path) -> None:
     """The control: that the instructions are the same says something."""
     assert first_difference(replace(record_of(run(tmp_path)), **change)) is not None
 
@@ -163,12 +163,12 @@ def test_another_planner_decides_otherwise(change: dict[str, Any], tmp_path: Pat
     ("change", "wrong"),
     [
         ({"dropped": 5}, "lacks its 5 oldest events"),
-        ({"policy": "fifo"}, "there is no policy 'fifo'"),
-        ({"budgets": {Tier.DISK: None}}, "no memory above"),
-        ({"budgets": {}}, "no memory above"),
+        ({"policy": "fifo"}, "unknown policy 'fifo'"),
+        ({"budgets": {Tier.DISK: None}}, "memory above a persistent tier"),
+        ({"budgets": {}}, "memory above a persistent tier"),
     ],
 )
-def test_what_cannot_begin_is_not_replayed(change: dict[str, Any], wrong: str) -> None:
+def test_replay_without_a_beginning_raises(change: dict[str, Any], wrong: str) -> None:
     record = EventRecord({Tier.HOST: PAGE, Tier.DISK: None}, "lru", False, 0, ())
     assert first_difference(record) is None
     with pytest.raises(ValueError, match=wrong):
@@ -176,7 +176,7 @@ def test_what_cannot_begin_is_not_replayed(change: dict[str, Any], wrong: str) -
 
 
 @on_both
-def test_a_record_begins_anew_where_a_planner_does(device: str, tmp_path: Path) -> None:
+def test_record_begins_anew_with_each_planner(device: str, tmp_path: Path) -> None:
     """After a transaction that was cut short, with the budgets of that moment."""
     with TierStore(32 * PAGE, tmp_path / "store", device=device) as store:
         store.put("a", pages(1))
@@ -199,13 +199,13 @@ def test_a_record_begins_anew_where_a_planner_does(device: str, tmp_path: Path) 
     ]
 
 
-def test_a_record_of_too_many_events_says_so(tmp_path: Path) -> None:
+def test_record_of_too_many_events_raises(tmp_path: Path) -> None:
     with open_store(tmp_path / "store") as store:
         store.put("a", pages(1))
         core = core_of(store)
         with core.lock:
             while not core.events.dropped:
-                core.tell(events.DeviceVacated())
+                core.apply(events.DeviceVacated())
         store.trace(tmp_path / "run.json")
     record = record_of(tmp_path / "run.json")
     assert (record.dropped, len(record.handled)) == (1, 1 << 16)
@@ -213,7 +213,7 @@ def test_a_record_of_too_many_events_says_so(tmp_path: Path) -> None:
         replay(record)
 
 
-def test_a_tier_of_somebody_elses_is_in_the_record(tmp_path: Path) -> None:
+def test_record_includes_a_foreign_tier(tmp_path: Path) -> None:
     budgets = {Tier.HOST: 8 * PAGE, Tier.DISK: 8 * PAGE, ARCHIVE: None}
     directory = str(tmp_path / "store")
     cpu = torch.device("cpu")

@@ -15,7 +15,7 @@ from tierstore.model.events import Arrived, Event
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.tiers import Tier
 from tierstore.plan.planner import Planner
-from tierstore.simulation import Clock, Outcome, Use, Way, planner_of, play, simulate
+from tierstore.simulation import Clock, Hop, Outcome, Use, planner_with_groups, play, simulate
 
 TO_HOST = (Tier.DISK, Tier.HOST)
 TO_DEVICE = (Tier.HOST, Tier.DEVICE)
@@ -41,7 +41,7 @@ def equal(count: int, nbytes: int = 100) -> dict[str, int]:
 # --- the clock ------------------------------------------------------------------------------------
 
 
-def test_what_is_asked_for_is_waited_for() -> None:
+def test_simulated_demand_is_waited_for() -> None:
     outcome = simulate({"a": 250}, [Use("a", 2.0)], on_host(250), bandwidth=SPEED)
     (use,) = outcome.uses
     assert (use.start, use.waited, use.bytes_read, use.found) == (2.5, 2.5, 250, "miss")
@@ -49,14 +49,14 @@ def test_what_is_asked_for_is_waited_for() -> None:
     assert outcome.bytes_moved == {TO_HOST: 250}
 
 
-def test_what_stays_is_not_waited_for_again() -> None:
+def test_simulated_resident_group_is_not_waited_for_again() -> None:
     outcome = simulate({"a": 250}, [Use("a", 1.0)] * 3, on_host(250), bandwidth=SPEED)
     assert [use.waited for use in outcome.uses] == [2.5, 0.0, 0.0]
     assert (outcome.hits, outcome.late, outcome.misses) == (2, 0, 1)
 
 
 @pytest.mark.parametrize(("seconds", "waited"), [(1.0, 0.0), (3.0, 0.0), (0.25, 0.75), (0.0, 1.0)])
-def test_computing_hides_as_much_of_a_read_as_it_lasts(seconds: float, waited: float) -> None:
+def test_simulated_compute_hides_reads_of_its_length(seconds: float, waited: float) -> None:
     uses = [Use("a", seconds), Use("b", seconds)]
     outcome = simulate(equal_named("a", "b"), uses, on_host(200), bandwidth=SPEED)
     assert [use.waited for use in outcome.uses] == [1.0, waited]
@@ -68,20 +68,20 @@ def equal_named(*keys: str) -> dict[str, int]:
     return dict.fromkeys(keys, 100)
 
 
-def test_without_prefetch_nothing_is_hidden() -> None:
+def test_simulation_without_prefetch_hides_nothing() -> None:
     uses = [Use("a", 3.0), Use("b", 3.0)]
     outcome = simulate(equal_named("a", "b"), uses, on_host(200), bandwidth=SPEED, prefetch=False)
     assert [use.waited for use in outcome.uses] == [1.0, 1.0]
     assert outcome.misses == 2
 
 
-def test_both_hops_are_waited_for() -> None:
+def test_simulated_wait_covers_both_hops() -> None:
     outcome = simulate({"a": 200}, [Use("a", 1.0)], with_device(200, 200), bandwidth=SPEED)
     assert outcome.uses[0].waited == 2.0 + 0.5
     assert outcome.bytes_moved == {TO_HOST: 200, TO_DEVICE: 200}
 
 
-def test_moves_of_no_known_speed_take_no_time() -> None:
+def test_simulated_move_without_speed_takes_no_time() -> None:
     groups = equal(5)
     outcome = simulate(groups, loop(groups, 3, 2.0), on_host(200))
     assert outcome.stalled_seconds == 0
@@ -89,7 +89,7 @@ def test_moves_of_no_known_speed_take_no_time() -> None:
     assert outcome.bytes_moved[TO_HOST] >= 500
 
 
-def test_a_loop_under_lru_is_read_whole_in_every_pass() -> None:
+def test_simulated_lru_loop_is_read_whole_each_pass() -> None:
     groups = equal(4)
     outcome = simulate(
         groups,
@@ -104,7 +104,7 @@ def test_a_loop_under_lru_is_read_whole_in_every_pass() -> None:
     assert outcome.stalled_seconds == 12.0
 
 
-def test_computing_as_long_as_reading_hides_it() -> None:
+def test_simulated_compute_as_long_as_reads_hides_them() -> None:
     """Half of the groups fit, and reading one takes as long as computing with one."""
     groups = equal(20)
     uses = loop(groups, 12, 1.0)
@@ -117,17 +117,17 @@ def test_computing_as_long_as_reading_hides_it() -> None:
     assert sum(use.waited for use in shown.uses[learned]) > 0.4 * computed, "so it has to be hidden"
 
 
-def test_a_group_that_never_fits_is_an_error() -> None:
+def test_simulated_group_that_never_fits_raises() -> None:
     with pytest.raises(BudgetError, match="ram_budget"):
         simulate({"a": 300}, [Use("a", 1.0)], on_host(299))
 
 
-def test_an_unknown_group_is_an_error() -> None:
+def test_simulated_unknown_group_raises() -> None:
     with pytest.raises(KeyError):
         simulate({"a": 100}, [Use("b", 1.0)], on_host(200))
 
 
-def test_the_same_run_is_the_same_again() -> None:
+def test_simulation_is_deterministic() -> None:
     groups = equal(9)
     runs = [simulate(groups, loop(groups, 6, 0.7), on_host(500), bandwidth=SPEED) for _ in range(2)]
     assert runs[0] == runs[1]
@@ -142,7 +142,7 @@ class Watched:
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.copies: list[Copy] = []
-        self.arrivals: Counter[Way] = Counter()
+        self.arrivals: Counter[Hop] = Counter()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.planner, name)
@@ -161,12 +161,12 @@ def watched_run(
     groups: Mapping[str, int],
     uses: Sequence[Use],
     budgets: Mapping[Tier, int | None],
-    bandwidth: Mapping[Way, float] | None = None,
+    bandwidth: Mapping[Hop, float] | None = None,
     **options: Any,
 ) -> tuple[Outcome, Watched]:
     """`simulate`, and the planner."""
     clock = Clock()
-    watched = Watched(planner_of(groups, budgets, clock, **options))
+    watched = Watched(planner_with_groups(groups, budgets, clock, **options))
     return play(cast(Planner, watched), clock, uses, bandwidth or {}), watched
 
 
@@ -193,7 +193,7 @@ def runs(draw: st.DrawFn) -> tuple[dict[str, int], list[Use], dict[Tier, int | N
     prefetch=st.booleans(),
     timed=st.booleans(),
 )
-def test_time_and_bytes_add_up_and_budgets_hold(
+def test_simulation_totals_add_up_within_budgets(
     run: tuple[dict[str, int], list[Use], dict[Tier, int | None]],
     policy: str,
     prefetch: bool,
@@ -230,9 +230,9 @@ def check_clock(outcome: Outcome, uses: Sequence[Use]) -> None:
 
 
 def check_bytes(outcome: Outcome, planner: Watched, groups: Mapping[str, int]) -> None:
-    """What moved is what was instructed and has come, and every group had to come."""
+    """Check that exactly the instructed moves arrived, and every group."""
     assert outcome.bytes_moved == dict(planner.arrivals)
-    instructed: Counter[Way] = Counter()
+    instructed: Counter[Hop] = Counter()
     for copy in planner.copies:
         assert copy.nbytes == groups[copy.group.key]
         instructed[copy.src, copy.dst] += copy.nbytes
@@ -251,7 +251,7 @@ def assert_within(outcome: Outcome, budgets: Mapping[Tier, int | None]) -> None:
         assert budget is None or outcome.peak_bytes[tier] <= budget, tier.name
 
 
-def test_a_planner_that_overfills_is_noticed() -> None:
+def test_simulation_notices_an_overfull_planner() -> None:
     """The check above is one: a planner that believes in more room than there is fails it."""
     groups = equal(3)
     outcome, _ = watched_run(groups, loop(groups, 2, 1.0), on_host(200))

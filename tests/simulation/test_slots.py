@@ -24,7 +24,7 @@ from tierstore.plan import eviction
 from tierstore.plan.planner import Planner
 from tierstore.plan.prefetch import Prefetcher
 from tierstore.plan.schedule import LearnedOrder
-from tierstore.simulation import Clock, SimulatedRun, Use, planner_of
+from tierstore.simulation import Clock, SimulatedRun, Use, planner_with_groups
 from tierstore.tiers.arena import Arena, Slot
 
 BANDWIDTH = {(Tier.DISK, Tier.HOST): 5e9, (Tier.HOST, Tier.DEVICE): 25e9}
@@ -59,9 +59,9 @@ class Slots:
 
 
 def made_in_each_pass(groups: Mapping[str, int], budgets: Budgets, passes: int) -> list[int]:
-    """How many slots of host memory are made in each pass over the groups, in their order."""
+    """Return the slots of host memory allocated in each pass over the groups, in their order."""
     clock = Clock()
-    slots = Slots(planner_of(groups, budgets, clock), clock, budgets)
+    slots = Slots(planner_with_groups(groups, budgets, clock), clock, budgets)
     made = [0]
     for _ in range(passes):
         for key, nbytes in groups.items():
@@ -74,7 +74,7 @@ def made_in_each_pass(groups: Mapping[str, int], budgets: Budgets, passes: int) 
 
 @contextmanager
 def any_size_goes() -> Iterator[None]:
-    """The control: nobody looks for a slot of the size that is needed."""
+    """Show the control: no slot of the needed size is looked for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eviction, "SAME_SIZE_AMONG", 0)
         yield
@@ -85,7 +85,7 @@ def budgets_of(groups: Mapping[str, int], device: float, host: float) -> Budgets
     return {Tier.DEVICE: int(total * device), Tier.HOST: int(total * host), Tier.DISK: None}
 
 
-def test_slots_of_several_sizes_are_not_made_anew_in_a_loop() -> None:
+def test_loop_reuses_slots_of_several_sizes() -> None:
     sizes = [70, 40, 100] * 12 + [30, 90] * 14
     groups = {f"{i}": nbytes << 20 for i, nbytes in enumerate(sizes)}
     budgets = budgets_of(groups, 0.25, 0.4)
@@ -132,9 +132,7 @@ def cut(name: str, device: float, host: float) -> dict[str, int]:
 @pytest.mark.full("real models, 14 passes each, twice: a minute; another has a loop like theirs")
 @pytest.mark.parametrize("shares", [(0.1, 0.3), (0.25, 0.4), (0.5, 0.3)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-def test_real_models_make_hardly_any_slots_anew_in_their_steady_state(
-    name: str, shares: tuple[float, float]
-) -> None:
+def test_real_models_reuse_slots_in_steady_state(name: str, shares: tuple[float, float]) -> None:
     groups = cut(name, *shares)
     budgets = budgets_of(groups, *shares)
     steady = made_in_each_pass(groups, budgets, 14)[-4:]
@@ -145,7 +143,7 @@ def test_real_models_make_hardly_any_slots_anew_in_their_steady_state(
     assert 4 * sum(steady) <= sum(control)
 
 
-def test_equal_blocks_have_slots_of_equal_size_wherever_they_lie_in_their_file() -> None:
+def test_equal_blocks_have_equal_slots_at_any_offset() -> None:
     """Each begins elsewhere in a page of its file, and so takes a page more or less."""
     tensors, at = [], 8
     for block in range(60):
@@ -160,7 +158,7 @@ def test_equal_blocks_have_slots_of_equal_size_wherever_they_lie_in_their_file()
 
 
 @pytest.mark.parametrize(("number", "farthest"), [(-1, 0), (0, -1), (0, 1)])
-def test_of_what_is_not_expected_nobody_knows_how_far_it_is(number: int, farthest: int) -> None:
+def test_unexpected_group_has_no_distance(number: int, farthest: int) -> None:
     schedule = LearnedOrder()
     for key in "ab":
         schedule.known.number(key)

@@ -1,8 +1,8 @@
-"""Several threads on one store, on keys of their own and on shared ones.
+"""Several threads on one store, on private and shared keys.
 
-Every value says what it is: a group's tensors are full of one number that is made of the key, the
-version and the thread that wrote it. Whoever reads a group sees whether it is whole and whether it
-may be what it is.
+Every value describes itself: a group's tensors are full of one number made of the key, the version
+and the thread that wrote it. A reader sees whether a group is whole and whether its value is
+allowed.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Crowd:
         join(hinter)
 
     def finish(self) -> None:
-        """What must be true when everybody is done."""
+        """Check what must be true when all threads are done."""
         assert not self.errors, self.errors
         assert self.samples > 0
         with self.store.acquire("counter") as lease:
@@ -111,10 +111,10 @@ class Crowd:
 
         return threading.Thread(target=guarded, name=f"crowd-{number}", daemon=True)
 
-    # Who is in the crowd -----------------------------------------------------------------------
+    # Members of the crowd ----------------------------------------------------------------------
 
     def _owner(self, number: int) -> Callable[[random.Random], None]:
-        """Has keys that nobody else changes: always reads the version that it wrote last."""
+        """Has keys that no other thread changes: always reads the version that it wrote last."""
 
         def body(rng: random.Random) -> None:
             current: dict[str, int] = {}

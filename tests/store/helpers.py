@@ -1,4 +1,4 @@
-"""What the tests of the store share: opening one, comparing tensors, and proof that bytes moved."""
+"""Helpers of the store's tests: open one, compare tensors, and prove that bytes moved."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def assert_group(found: Any, expected: Tensors | torch.Tensor) -> None:
-    """What `get` returned is what was put: tensor for tensor, or dict for dict."""
+    """Check that `get` returned what was put: tensor for tensor, or dict for dict."""
     if isinstance(expected, torch.Tensor):
         assert isinstance(found, torch.Tensor)
         assert_same(found, expected)
@@ -135,19 +135,19 @@ def assert_sound(store: TierStore) -> None:
 
 
 def assert_at_rest(store: TierStore) -> None:
-    """Nothing is lent, wanted or on its way, and the books agree with what the groups take."""
+    """Check that nothing is leased, requested or moving, and the accounting equals the groups."""
     with core_of(store).lock:
-        core_of(store).collect_garbage()
+        core_of(store).run_deferred()
     wait_until_idle(store)  # what was discarded may still be on its way to the disk
     assert_sound(store)
-    core_of(store).mover.catch_up()
+    core_of(store).mover.drain()
     planner = core_of(store).planner
     with core_of(store).lock:
         assert not core_of(store).dirty, "a step was cut short, and nobody has mended it"
         assert not core_of(store).leases, "a lease is still out"
         assert not core_of(store).queue._held, "a lease is still out"
         assert not core_of(store).queue.requests(), "somebody still waits"
-        assert not core_of(store).unseen, "somebody is still putting"
+        assert not core_of(store).unpublished, "somebody is still putting"
         planner.check()
         assert not planner.waited_for(), "somebody's request is left"
         assert not planner.leased()
@@ -206,7 +206,7 @@ def disk_bytes(store: TierStore) -> int:
 
 
 def is_root() -> bool:
-    """Whether this process may mount file systems and change any file."""
+    """Return whether this process may mount file systems and change any file."""
     return os.geteuid() == 0
 
 

@@ -31,7 +31,7 @@ PREFIX = "checkpoint/"
 
 @dataclass
 class Known:
-    """What the store must hold under a key. `lasts` until the next store if it was flushed."""
+    """The value that the store must hold under a key. `lasts` until the next store if flushed."""
 
     tensors: dict[str, torch.Tensor]
     lasts: bool

@@ -30,7 +30,7 @@ from tests.store.helpers import (
     wait_until_idle,
 )
 from tierstore import Access, TierStore, TierStoreError
-from tierstore.engine.copy_threads import COUNT
+from tierstore.engine.copy_threads import MAX_THREADS
 from tierstore.errors import (
     BudgetError,
     ClosedError,
@@ -104,9 +104,9 @@ WAITING: dict[str, Callable[[TierStore], Coroutine[Any, Any, Any]]] = {
 
 
 @pytest.mark.parametrize("call", WAITING)
-def test_the_loop_goes_on_while_a_call_waits_for_room(call: str, disk_dir: Path) -> None:
+def test_event_loop_runs_while_a_call_waits_for_space(call: str, disk_dir: Path) -> None:
     store = one_at_a_time(disk_dir)
-    lease = store.acquire("held")  # by this thread, not by a task: nobody is refused
+    lease = store.acquire("held")  # by this thread, not by a task: no call raises
 
     async def main() -> None:
         ticker = Ticker()
@@ -126,7 +126,7 @@ def test_the_loop_goes_on_while_a_call_waits_for_room(call: str, disk_dir: Path)
     store.close()
 
 
-def test_a_call_that_blocks_would_stop_the_ticker(disk_dir: Path) -> None:
+def test_blocking_call_would_stop_the_event_loop(disk_dir: Path) -> None:
     """The control: the same wait with the blocking `acquire`."""
     store = one_at_a_time(disk_dir)
     lease = store.acquire("held")
@@ -144,7 +144,7 @@ def test_a_call_that_blocks_would_stop_the_ticker(disk_dir: Path) -> None:
     store.close()
 
 
-def test_the_loop_goes_on_while_a_disk_is_stuck(disk_dir: Path) -> None:
+def test_event_loop_runs_while_a_disk_hangs(disk_dir: Path) -> None:
     store = open_store(disk_dir)
     store.put("key", pages(1))
     push_out(store, "key")
@@ -166,9 +166,7 @@ def test_the_loop_goes_on_while_a_disk_is_stuck(disk_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("step", ["discard", "release of a TAKE lease"])
-def test_letting_go_of_an_ephemeral_group_does_not_wait_for_the_disk(
-    step: str, disk_dir: Path
-) -> None:
+def test_ephemeral_release_does_not_wait_for_the_disk(step: str, disk_dir: Path) -> None:
     store = open_store(disk_dir)
     store.put("ephemeral", pages(1), durable=False)
     store.put("durable", pages(2))
@@ -189,7 +187,7 @@ def test_letting_go_of_an_ephemeral_group_does_not_wait_for_the_disk(
         store.close()
 
 
-def test_the_loop_goes_on_while_a_file_is_being_removed(disk_dir: Path) -> None:
+def test_event_loop_runs_while_a_file_is_removed(disk_dir: Path) -> None:
     store = open_store(disk_dir)
     store.put("key", pages(1))
     store.put("other", pages(2))
@@ -217,7 +215,7 @@ def test_the_loop_goes_on_while_a_file_is_being_removed(disk_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("call", WAITING)
-def test_a_task_whose_own_lease_is_in_the_way_is_told(call: str, disk_dir: Path) -> None:
+def test_task_blocked_by_its_own_lease_raises(call: str, disk_dir: Path) -> None:
     store = one_at_a_time(disk_dir)
 
     async def main() -> None:
@@ -232,7 +230,7 @@ def test_a_task_whose_own_lease_is_in_the_way_is_told(call: str, disk_dir: Path)
     store.close()
 
 
-def test_of_two_tasks_that_wait_for_each_other_one_is_told(disk_dir: Path) -> None:
+def test_two_tasks_in_deadlock_raise_in_one(disk_dir: Path) -> None:
     store = open_store(disk_dir)
     store.put("a", pages(1))
     store.put("b", pages(2))
@@ -277,7 +275,7 @@ def test_errors_reach_the_coroutine(disk_dir: Path) -> None:
         asyncio.run(store.aget("held"))
 
 
-def test_closing_wakes_everybody_who_waits(disk_dir: Path) -> None:
+def test_close_wakes_every_waiter(disk_dir: Path) -> None:
     store = one_at_a_time(disk_dir)
     lease = store.acquire("held")
 
@@ -297,7 +295,7 @@ def test_closing_wakes_everybody_who_waits(disk_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("call", WAITING)
-def test_a_call_that_is_cancelled_while_it_waits_leaves_nothing(call: str, disk_dir: Path) -> None:
+def test_call_cancelled_while_waiting_leaves_nothing(call: str, disk_dir: Path) -> None:
     store = one_at_a_time(disk_dir)
     lease = store.acquire("held")
 
@@ -334,8 +332,8 @@ def assert_whole(key: int, group: Any) -> None:
     assert values.pop() % 10 == key
 
 
-def test_a_call_that_is_cancelled_just_when_it_is_woken_is_cancelled(disk_dir: Path) -> None:
-    """`asyncio.wait_for` of Python 3.11 would go on, and nobody would ever be told."""
+def test_call_cancelled_on_wakeup_is_cancelled(disk_dir: Path) -> None:
+    """`asyncio.wait_for` of Python 3.11 would go on, and no one would get the error."""
 
     async def cancelled_after(store: TierStore, rounds: int) -> bool:
         lease = store.acquire("a", Access.UPDATE)
@@ -361,13 +359,14 @@ def test_a_call_that_is_cancelled_just_when_it_is_woken_is_cancelled(disk_dir: P
         assert_at_rest(store)
 
 
-def test_a_get_that_timed_out_is_not_in_the_way_of_who_asked(disk_dir: Path) -> None:
-    """A thread copies for it. That is over when the time is over, and nobody holds anything."""
+def test_get_timed_out_leaves_no_obstacle(disk_dir: Path) -> None:
+    """A thread copies for it. That ends at the timeout, and no lease stays."""
 
     async def main(store: TierStore) -> None:
         stop = threading.Event()
         copiers = [
-            asyncio.create_task(engine_of(store).copy_threads.run(stop.wait)) for _ in range(COUNT)
+            asyncio.create_task(engine_of(store).copy_threads.run(stop.wait))
+            for _ in range(MAX_THREADS)
         ]
         await asyncio.sleep(0.01)
         asyncio.get_running_loop().call_later(0.3, stop.set)
@@ -389,7 +388,7 @@ def test_a_get_that_timed_out_is_not_in_the_way_of_who_asked(disk_dir: Path) -> 
         assert_at_rest(store)
 
 
-def test_a_loop_that_was_closed_with_a_call_in_it_is_in_nobodys_way(disk_dir: Path) -> None:
+def test_loop_closed_during_a_call_leaves_no_obstacle(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("a", pages(1))
         lease = store.acquire("a", Access.UPDATE)
@@ -451,7 +450,7 @@ async def cancel_at_random(store: TierStore, rng: random.Random) -> list[str]:
 
 @on_both
 @pytest.mark.parametrize("seed", range(3))
-def test_cancelling_at_random_leaves_nothing_behind(seed: int, device: str, disk_dir: Path) -> None:
+def test_random_cancellation_leaves_nothing_behind(seed: int, device: str, disk_dir: Path) -> None:
     store = open_store(disk_dir, 6 * PAGE, device)
     for key in range(KEYS):
         store.put(f"key{key}", value(key, 0))
@@ -472,7 +471,7 @@ def test_cancelling_at_random_leaves_nothing_behind(seed: int, device: str, disk
 
 
 @on_both
-def test_many_coroutines_share_a_little_room(device: str, disk_dir: Path) -> None:
+def test_many_coroutines_share_a_small_budget(device: str, disk_dir: Path) -> None:
     store = open_store(disk_dir, 4 * PAGE, device)
     many = 12
     for key in range(many):
@@ -496,7 +495,7 @@ def test_many_coroutines_share_a_little_room(device: str, disk_dir: Path) -> Non
     store.close()
 
 
-def test_puts_that_wait_do_not_keep_a_get_from_ending(disk_dir: Path) -> None:
+def test_waiting_puts_let_a_get_finish(disk_dir: Path) -> None:
     """More puts wait than a loop has threads, and the room they need is held by a get."""
     store = one_at_a_time(disk_dir)
 
@@ -541,7 +540,7 @@ def test_two_event_loops_share_a_store(disk_dir: Path) -> None:
     store.close()
 
 
-def test_a_checkpoint_is_registered_from_a_coroutine(disk_dir: Path, tmp_path: Path) -> None:
+def test_register_from_a_coroutine_works(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": pages(1), "b": pages(2)}, path)
     store = open_store(disk_dir)
@@ -561,9 +560,7 @@ def test_a_checkpoint_is_registered_from_a_coroutine(disk_dir: Path, tmp_path: P
 
 
 @pytest.mark.pretend_only("late")
-def test_what_is_put_from_a_side_stream_is_what_was_queued_there(
-    late_pretend: Any, disk_dir: Path
-) -> None:
+def test_put_from_a_side_stream_stores_queued_values(late_pretend: Any, disk_dir: Path) -> None:
     with open_store(disk_dir, device=ACCELERATOR) as store:
         source = pages(3).pin_memory()
 
@@ -578,7 +575,7 @@ def test_what_is_put_from_a_side_stream_is_what_was_queued_there(
 
 
 @pytest.mark.pretend_only("late")
-def test_a_copy_got_on_a_side_stream_is_in_order_with_it(late_pretend: Any, disk_dir: Path) -> None:
+def test_get_on_a_side_stream_is_ordered_with_it(late_pretend: Any, disk_dir: Path) -> None:
     with open_store(disk_dir, device=ACCELERATOR) as store:
         store.put("key", pages(3))
 
@@ -595,7 +592,7 @@ def test_a_copy_got_on_a_side_stream_is_in_order_with_it(late_pretend: Any, disk
 
 def test_async_calls_time_out_and_leave_nothing(disk_dir: Path) -> None:
     async def main(store: TierStore) -> None:
-        # Of another thread: a caller never waits for its own lease.
+        # Another thread's: a caller never waits for its own lease.
         with await asyncio.to_thread(store.acquire, "held", Access.UPDATE):
             waiting: list[Coroutine[Any, Any, object]] = [
                 store.aput("new", pages(5, 4), timeout=0.05),

@@ -73,7 +73,7 @@ def says(error: pytest.ExceptionInfo[BaseException], *parts: object) -> None:
 
 @on_both
 @pytest.mark.parametrize("way", ["put", "acquire", "prefetch and acquire", "get"])
-def test_a_group_larger_than_the_budget(way: str, device: str, disk_dir: Path) -> None:
+def test_group_larger_than_the_budget_raises(way: str, device: str, disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("large", pages(1, 9))
     options = {} if device == "cpu" else {"device_budget": 8 * PAGE}
@@ -99,7 +99,7 @@ def test_a_group_larger_than_the_budget(way: str, device: str, disk_dir: Path) -
 
 
 @needs_accelerator
-def test_a_group_larger_than_the_device_budget_alone(disk_dir: Path) -> None:
+def test_group_larger_than_the_device_budget_raises(disk_dir: Path) -> None:
     with open_store(disk_dir, 16 * PAGE, ACCELERATOR, device_budget=4 * PAGE) as store:
         store.put("large", pages(1, 5))
         with pytest.raises(BudgetError) as error:
@@ -119,7 +119,7 @@ AMBIGUOUS = ["8", "0.5", "8G", "8 gigs", "", "-1GB", "0GB", "150%", "0%", "nan%"
     ["ram_budget", pytest.param("device_budget", marks=needs_accelerator), "disk_budget"],
 )
 @pytest.mark.parametrize("size", AMBIGUOUS)
-def test_a_size_that_can_be_read_in_two_ways(name: str, size: str, tmp_path: Path) -> None:
+def test_size_with_two_readings_raises(name: str, size: str, tmp_path: Path) -> None:
     budgets: dict[str, Any] = {"ram_budget": "64MiB", name: size}
     device = ACCELERATOR if name == "device_budget" else "cpu"
     with pytest.raises(ValueError) as error:
@@ -129,7 +129,7 @@ def test_a_size_that_can_be_read_in_two_ways(name: str, size: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("size", [True, None, b"8GB", [8], 1.5, -1, 0, float("nan"), 100])
-def test_a_size_that_is_none(size: Any, tmp_path: Path) -> None:
+def test_size_malformed_raises(size: Any, tmp_path: Path) -> None:
     with pytest.raises((TypeError, ValueError)):
         TierStore(size, tmp_path / "store", device="cpu")
 
@@ -143,7 +143,7 @@ def test_a_size_that_is_none(size: Any, tmp_path: Path) -> None:
         ({"device_budget": "1GB"}, ["device_budget", "ram_budget"]),
     ],
 )
-def test_arguments_that_cannot_be(
+def test_impossible_arguments_raise(
     options: dict[str, Any], parts: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError) as error:
@@ -155,7 +155,7 @@ def threads_of_stores() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("tierstore")]
 
 
-def test_disk_budget_below_what_is_there(disk_dir: Path) -> None:
+def test_disk_budget_below_stored_bytes_raises(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         for i in range(4):
             store.put(f"key{i}", pages(i, 2))
@@ -170,7 +170,7 @@ def test_disk_budget_below_what_is_there(disk_dir: Path) -> None:
         assert_group(store.get("key3"), pages(3, 2))
 
 
-def test_disk_budget_exceeded_by_a_flush(disk_dir: Path) -> None:
+def test_disk_budget_exceeded_by_a_flush_raises(disk_dir: Path) -> None:
     store = open_store(disk_dir, disk_budget=4 * PAGE)
     for i in range(3):
         store.put(f"key{i}", pages(i, 2))
@@ -188,7 +188,7 @@ def test_disk_budget_exceeded_by_a_flush(disk_dir: Path) -> None:
         assert_group(store.get("key2"), pages(2, 2))
 
 
-def test_disk_budget_exceeded_by_what_must_be_spilled(disk_dir: Path) -> None:
+def test_disk_budget_exceeded_by_a_spill_raises(disk_dir: Path) -> None:
     store = open_store(disk_dir, 4 * PAGE, disk_budget=4 * PAGE)
     for i in range(2):
         store.put(f"key{i}", pages(i, 4), durable=False)
@@ -223,7 +223,7 @@ def test_disk_budget_exceeded_by_what_must_be_spilled(disk_dir: Path) -> None:
     ],
     ids=["acquire", "get", "prefetch", "offload", "discard"],
 )
-def test_an_unknown_key(call: Callable[[TierStore], object], disk_dir: Path) -> None:
+def test_unknown_key_raises(call: Callable[[TierStore], object], disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("there", pages(1))
         with pytest.raises(UnknownKeyError) as error:
@@ -235,7 +235,7 @@ def test_an_unknown_key(call: Callable[[TierStore], object], disk_dir: Path) -> 
         assert_at_rest(store)
 
 
-def test_a_duplicate_key(disk_dir: Path, tmp_path: Path) -> None:
+def test_duplicate_key_raises(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": pages(1), "b": pages(2)}, path)
     with open_store(disk_dir) as store:
@@ -253,7 +253,7 @@ def test_a_duplicate_key(disk_dir: Path, tmp_path: Path) -> None:
         assert_at_rest(store)
 
 
-def test_a_checkpoint_without_the_tensor_that_is_asked_for(disk_dir: Path, tmp_path: Path) -> None:
+def test_checkpoint_without_the_requested_tensor_raises(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": pages(1)}, path)
     with open_store(disk_dir) as store:
@@ -285,7 +285,7 @@ UNFIT: dict[str, tuple[Callable[[], Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 @pytest.mark.parametrize("kind", UNFIT)
-def test_tensors_that_cannot_be_stored(kind: str, disk_dir: Path) -> None:
+def test_tensors_that_cannot_be_stored_raise(kind: str, disk_dir: Path) -> None:
     make, part = UNFIT[kind]
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
@@ -354,7 +354,7 @@ NAME_ONLY: dict[str, Callable[[Path], object]] = {
 @on_both
 @pytest.mark.parametrize("opened", [False, True], ids=["not yet read", "half read"])
 @pytest.mark.parametrize("change", IN_PLACE)
-def test_a_checkpoint_that_changes_after_it_was_registered(
+def test_checkpoint_changed_after_registration_raises(
     change: str, opened: bool, device: str, checkpoint: Path, disk_dir: Path
 ) -> None:
     save_file(layers(0), checkpoint)
@@ -380,7 +380,7 @@ def test_a_checkpoint_that_changes_after_it_was_registered(
 
 @on_both
 @pytest.mark.parametrize("change", NAME_ONLY)
-def test_a_checkpoint_that_is_gone_after_it_was_registered(
+def test_checkpoint_deleted_while_open_is_still_read(
     change: str, device: str, checkpoint: Path, disk_dir: Path
 ) -> None:
     """It is open, and is read on as what is mapped is; until no group lies in it any more."""
@@ -400,7 +400,7 @@ def test_a_checkpoint_that_is_gone_after_it_was_registered(
         assert_at_rest(store)
 
 
-def test_a_checkpoint_that_is_gone_and_was_not_kept_open(checkpoint: Path, disk_dir: Path) -> None:
+def test_checkpoint_deleted_while_closed_raises(checkpoint: Path, disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         with system_call(
             "open", fails_with=errno.EMFILE, at=2, when=lambda c: c.args[0] == str(checkpoint)
@@ -414,9 +414,7 @@ def test_a_checkpoint_that_is_gone_and_was_not_kept_open(checkpoint: Path, disk_
         assert_at_rest(store)
 
 
-def test_without_the_stamp_an_overwritten_checkpoint_is_read(
-    checkpoint: Path, disk_dir: Path
-) -> None:
+def test_checkpoint_without_stamp_check_reads_new_bytes(checkpoint: Path, disk_dir: Path) -> None:
     """The control: it is the check that notices, not luck."""
     with open_store(disk_dir) as store:
         store.register_checkpoint(checkpoint, "m/")
@@ -426,7 +424,7 @@ def test_without_the_stamp_an_overwritten_checkpoint_is_read(
 
 
 @pytest.mark.parametrize("replaced", [True, False], ids=["rewritten and renamed", "overwritten"])
-def test_a_changed_checkpoint_can_be_registered_again(
+def test_changed_checkpoint_can_be_registered_again(
     replaced: bool, checkpoint: Path, disk_dir: Path
 ) -> None:
     """As the error says; and what was promised before is not read from the new file."""
@@ -449,7 +447,7 @@ def test_a_changed_checkpoint_can_be_registered_again(
         assert_group(store.get("old/a"), pages(7))
 
 
-def test_a_bit_that_flips_under_verify_always(checkpoint: Path, disk_dir: Path) -> None:
+def test_bit_flip_under_verify_always_raises(checkpoint: Path, disk_dir: Path) -> None:
     """No stamp changes when a disk rots. The first read is believed, the second must equal it."""
     with open_store(disk_dir, verify="always") as store:
         store.register_checkpoint(checkpoint, "m/")
@@ -491,7 +489,7 @@ MALFORMED: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("kind", MALFORMED)
-def test_a_malformed_checkpoint(kind: str, tmp_path: Path, disk_dir: Path) -> None:
+def test_malformed_checkpoint_raises(kind: str, tmp_path: Path, disk_dir: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(MALFORMED[kind])
     with open_store(disk_dir) as store:
@@ -527,7 +525,7 @@ INDEXES: dict[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize("kind", INDEXES)
-def test_an_index_that_leads_nowhere_or_elsewhere(
+def test_index_pointing_nowhere_or_outside_raises(
     kind: str, tmp_path: Path, disk_dir: Path
 ) -> None:
     document, part = INDEXES[kind]
@@ -542,7 +540,7 @@ def test_an_index_that_leads_nowhere_or_elsewhere(
         assert store.keys() == []
 
 
-def test_two_shards_with_a_tensor_of_the_same_name(tmp_path: Path, disk_dir: Path) -> None:
+def test_two_shards_with_one_tensor_name_raise(tmp_path: Path, disk_dir: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for shard in ("one", "two"):
@@ -555,7 +553,7 @@ def test_two_shards_with_a_tensor_of_the_same_name(tmp_path: Path, disk_dir: Pat
 
 
 @pytest.mark.parametrize("what", ["nothing there", "an empty directory", "a pickle beside it"])
-def test_a_checkpoint_that_is_none(what: str, tmp_path: Path, disk_dir: Path) -> None:
+def test_file_that_is_no_checkpoint_raises(what: str, tmp_path: Path, disk_dir: Path) -> None:
     place = tmp_path / "model"
     if what != "nothing there":
         place.mkdir()
@@ -570,7 +568,7 @@ def test_a_checkpoint_that_is_none(what: str, tmp_path: Path, disk_dir: Path) ->
 # The directory -----------------------------------------------------------------------------------
 
 
-def test_a_file_in_the_place_of_disk_dir(disk_dir: Path) -> None:
+def test_file_as_disk_dir_raises(disk_dir: Path) -> None:
     disk_dir.write_text("mine")
     with pytest.raises(TransferError) as error:
         open_store(disk_dir)
@@ -579,7 +577,7 @@ def test_a_file_in_the_place_of_disk_dir(disk_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("part", ["objects", "tmp", "LOCK", "STORE.json"])
-def test_something_else_in_the_place_of_a_part_of_it(part: str, disk_dir: Path) -> None:
+def test_foreign_entry_in_disk_dir_raises(part: str, disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
     shutil.move(disk_dir / part, aside := disk_dir.parent / "aside")
@@ -619,7 +617,7 @@ def mounted(tmp_path: Path) -> Iterator[Callable[..., None]]:
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_disk_dir_that_is_read_only(disk_dir: Path, mounted: Callable[..., None]) -> None:
+def test_disk_dir_read_only_raises(disk_dir: Path, mounted: Callable[..., None]) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
     mounted("--bind", disk_dir, disk_dir)
@@ -633,7 +631,7 @@ def test_a_disk_dir_that_is_read_only(disk_dir: Path, mounted: Callable[..., Non
     says(error, new)
 
 
-def test_a_directory_in_which_nothing_can_be_made(disk_dir: Path) -> None:
+def test_disk_dir_parent_not_writable_raises(disk_dir: Path) -> None:
     if not is_root() or shutil.which("chattr") is None:
         pytest.skip("only root can make a directory immutable")
     store = open_store(disk_dir)
@@ -675,7 +673,7 @@ def assert_disk_full(error: pytest.ExceptionInfo[DiskFullError], directory: Path
 
 
 @on_both
-def test_a_full_disk_on_flush(device: str, small_disk: Path) -> None:
+def test_full_disk_on_flush_raises(device: str, small_disk: Path) -> None:
     store = open_store(small_disk, 1024 * PAGE, device)
     store.put("small", pages(1, 10))
     store.flush()
@@ -701,7 +699,7 @@ def test_a_full_disk_on_flush(device: str, small_disk: Path) -> None:
 
 @on_both
 @pytest.mark.parametrize("durable", [True, False])
-def test_a_full_disk_when_room_must_be_made(durable: bool, device: str, small_disk: Path) -> None:
+def test_full_disk_on_eviction_raises(durable: bool, device: str, small_disk: Path) -> None:
     store = open_store(small_disk, 320 * PAGE, device)
     store.put("first", pages(1, 300), durable=durable)
     with pytest.raises(DiskFullError) as error:
@@ -718,7 +716,7 @@ def test_a_full_disk_when_room_must_be_made(durable: bool, device: str, small_di
     store.close()
 
 
-def test_a_full_disk_on_close(small_disk: Path) -> None:
+def test_full_disk_on_close_raises(small_disk: Path) -> None:
     store = open_store(small_disk, 1024 * PAGE)
     store.put("large", pages(3, 300))
     with pytest.raises(DiskFullError):
@@ -729,7 +727,7 @@ def test_a_full_disk_on_close(small_disk: Path) -> None:
         assert [p for p in small_disk.rglob("*.safetensors")] == []
 
 
-def test_room_that_is_discarded_can_be_used_again(small_disk: Path) -> None:
+def test_space_discarded_can_be_used_again(small_disk: Path) -> None:
     store = open_store(small_disk, 220 * PAGE)
     for number in range(8):
         store.put("key", pages(number, 200))
@@ -745,9 +743,7 @@ def test_room_that_is_discarded_can_be_used_again(small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [True, False])
-def test_room_that_is_kept_for_spilling_is_given_up_for_what_must_survive(
-    kept: bool, small_disk: Path
-) -> None:
+def test_spill_space_yields_to_durable_groups(kept: bool, small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,size=2m", small_disk], check=True)
     store = open_store(small_disk, 512 * PAGE)
     store.put("spilled", pages(1, 200), durable=False)
@@ -798,7 +794,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], type[TransferError]]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_object_costs_its_own_key_only(damage: str, disk_dir: Path) -> None:
+def test_damaged_object_costs_its_own_key_only(damage: str, disk_dir: Path) -> None:
     act, kind = DAMAGES[damage]
     two_objects(disk_dir)
     act(object_file(disk_dir, "damaged"))
@@ -817,7 +813,7 @@ def test_a_damaged_object_costs_its_own_key_only(damage: str, disk_dir: Path) ->
         assert_group(store.get("whole"), pages(2, 2))
 
 
-def test_without_checksums_a_flipped_bit_is_not_noticed(disk_dir: Path) -> None:
+def test_flipped_bit_without_checksums_is_unnoticed(disk_dir: Path) -> None:
     """The control for the test above."""
     two_objects(disk_dir)
     DAMAGES["a bit of the data"][0](object_file(disk_dir, "damaged"))
@@ -830,7 +826,7 @@ def test_without_checksums_a_flipped_bit_is_not_noticed(disk_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("verify", "noticed"), [("first", True), ("always", True), ("never", False)]
 )
-def test_what_is_checked_when_it_is_read_again(verify: str, noticed: bool, disk_dir: Path) -> None:
+def test_reread_is_checked_as_configured(verify: str, noticed: bool, disk_dir: Path) -> None:
     """A file that was changed since is not the one that was checked first."""
     two_objects(disk_dir)
     with open_store(disk_dir, verify=verify) as store:
@@ -845,7 +841,7 @@ def test_what_is_checked_when_it_is_read_again(verify: str, noticed: bool, disk_
 
 
 @pytest.mark.parametrize("step", ["discard", "take"])
-def test_an_object_file_that_somebody_removed(step: str, disk_dir: Path) -> None:
+def test_object_file_removed_by_others_raises(step: str, disk_dir: Path) -> None:
     two_objects(disk_dir)
     with open_store(disk_dir) as store:
         lease = store.acquire("damaged", Access.TAKE) if step == "take" else None
@@ -858,8 +854,8 @@ def test_an_object_file_that_somebody_removed(step: str, disk_dir: Path) -> None
         assert_at_rest(store)
 
 
-def test_a_file_that_is_shorter_than_it_says(checkpoint: Path, disk_dir: Path) -> None:
-    """Where no stamp tells, the read itself does."""
+def test_object_file_shorter_than_declared_raises(checkpoint: Path, disk_dir: Path) -> None:
+    """The read itself finds the change that no stamp shows."""
     with open_store(disk_dir) as store:
         store.register_checkpoint(checkpoint, "m/")
         core_of(store).tiers.disk.files.check = lambda file, held: None  # type: ignore[method-assign]
@@ -885,7 +881,7 @@ else:
 
 
 @pytest.mark.full("a process that imports torch; tests/system/test_locks.py has one without")
-def test_a_second_process_on_the_same_directory(disk_dir: Path) -> None:
+def test_second_process_on_one_directory_raises(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         message = output_of("-c", SECOND, disk_dir)
@@ -895,12 +891,12 @@ def test_a_second_process_on_the_same_directory(disk_dir: Path) -> None:
 
 
 @pytest.mark.full("a process of its own; below, a second store opens what the first one closed")
-def test_a_second_process_after_the_first(disk_dir: Path) -> None:
+def test_second_process_after_the_first_opens(disk_dir: Path) -> None:
     open_store(disk_dir).close()
     assert output_of("-c", SECOND, disk_dir) == "opened\n"
 
 
-def test_a_second_store_in_the_same_process(disk_dir: Path) -> None:
+def test_second_store_in_one_process_raises(disk_dir: Path) -> None:
     with open_store(disk_dir):
         with pytest.raises(StoreLockedError) as error:
             open_store(disk_dir)
@@ -922,7 +918,7 @@ CALLS: dict[str, Callable[[TierStore], object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_closed_store(call: str, disk_dir: Path) -> None:
+def test_closed_store_raises(call: str, disk_dir: Path) -> None:
     store = open_store(disk_dir)
     store.put("key", pages(1))
     store.close()
@@ -936,7 +932,7 @@ def test_a_closed_store(call: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_leases_outlive_the_store_that_is_closed_under_them(device: str, disk_dir: Path) -> None:
+def test_leases_outlive_a_closed_store(device: str, disk_dir: Path) -> None:
     store = open_store(disk_dir, device=device)
     store.put("key", pages(4))
     lease = store.acquire("key")
@@ -948,7 +944,7 @@ def test_leases_outlive_the_store_that_is_closed_under_them(device: str, disk_di
 
 
 @pytest.mark.pretend_only("counts")
-def test_a_closed_store_gives_its_memory_back(disk_dir: Path) -> None:
+def test_closed_store_frees_its_memory(disk_dir: Path) -> None:
     gc.collect()
     before = pretend.pinned_bytes(), pretend.memory_allocated()
     store = open_store(disk_dir, device=ACCELERATOR)
@@ -963,7 +959,7 @@ def test_a_closed_store_gives_its_memory_back(disk_dir: Path) -> None:
     assert memory_held(store) == {"HOST": 0, "DEVICE": 0}
 
 
-def test_a_put_that_returned_before_the_store_was_closed_is_in_the_next_one(
+def test_put_before_close_is_in_the_next_store(
     disk_dir: Path,
 ) -> None:
     store = open_store(disk_dir, 512 * PAGE)
@@ -1004,7 +1000,7 @@ def in_a_child(body: Callable[[], None]) -> int:
     os._exit(1)
 
 
-def test_a_forked_child(disk_dir: Path) -> None:
+def test_forked_child_raises(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         store.flush()
@@ -1025,7 +1021,7 @@ def test_a_forked_child(disk_dir: Path) -> None:
         assert_group(again.get("key"), pages(2))
 
 
-def test_a_child_that_was_forked_at_a_bad_moment_ends(disk_dir: Path) -> None:
+def test_forked_child_at_a_bad_moment_ends(disk_dir: Path) -> None:
     """Another thread has a lock that the child's copy of the store will never get."""
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
@@ -1065,7 +1061,7 @@ def full_store(disk_dir: Path, device: str = "cpu") -> TierStore:
 
 @on_both
 @pytest.mark.parametrize("way", ["acquire", "get", "put"])
-def test_own_leases_that_hold_the_room(way: str, device: str, disk_dir: Path) -> None:
+def test_own_leases_filling_the_budget_raise(way: str, device: str, disk_dir: Path) -> None:
     store = full_store(disk_dir, device)
     with store.acquire("a"), store.acquire("b"):
         if way == "put" and device != "cpu":
@@ -1081,7 +1077,7 @@ def test_own_leases_that_hold_the_room(way: str, device: str, disk_dir: Path) ->
 
 
 @pytest.mark.parametrize("second", [Access.UPDATE, Access.TAKE])
-def test_changing_what_oneself_reads(second: Access, disk_dir: Path) -> None:
+def test_update_of_own_read_lease_raises(second: Access, disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         with store.acquire("key") as lease:
@@ -1093,7 +1089,7 @@ def test_changing_what_oneself_reads(second: Access, disk_dir: Path) -> None:
         assert_at_rest(store)
 
 
-def test_reading_what_oneself_changes(disk_dir: Path) -> None:
+def test_read_of_own_update_lease_raises(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         with store.acquire("key", Access.UPDATE):
@@ -1105,7 +1101,7 @@ def test_reading_what_oneself_changes(disk_dir: Path) -> None:
         store.flush()
 
 
-def test_of_two_threads_that_wait_for_each_other_one_is_told(disk_dir: Path) -> None:
+def test_two_threads_in_deadlock_raise_in_one(disk_dir: Path) -> None:
     store = full_store(disk_dir)
     meet = threading.Barrier(2)
     outcomes: list[str] = []
@@ -1127,7 +1123,7 @@ def test_of_two_threads_that_wait_for_each_other_one_is_told(disk_dir: Path) -> 
     store.close()
 
 
-def test_of_two_threads_that_hold_all_the_room_one_is_told(disk_dir: Path) -> None:
+def test_two_threads_filling_the_budget_raise_in_one(disk_dir: Path) -> None:
     store = full_store(disk_dir)
     store.put("d", pages(ord("d"), 2))
     meet = threading.Barrier(2)
@@ -1150,7 +1146,7 @@ def test_of_two_threads_that_hold_all_the_room_one_is_told(disk_dir: Path) -> No
     store.close()
 
 
-def test_a_lease_that_is_used_after_its_release(disk_dir: Path) -> None:
+def test_lease_used_after_release_raises(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", {"x": pages(1), "y": pages(2)})
         lease = store.acquire("key")
@@ -1175,7 +1171,9 @@ def lose(store: TierStore, key: str, access: Access) -> None:
 
 @on_both
 @pytest.mark.parametrize("access", Access)
-def test_a_lost_lease(access: Access, device: str, disk_dir: Path) -> None:
+def test_lost_lease_is_reclaimed_with_a_warning(
+    access: Access, device: str, disk_dir: Path
+) -> None:
     store = full_store(disk_dir, device)
     lose(store, "a", access)
     for name in "bcb":  # more than there is room for beside a
@@ -1186,7 +1184,7 @@ def test_a_lost_lease(access: Access, device: str, disk_dir: Path) -> None:
     store.close()
 
 
-def test_a_lost_lease_is_noticed_by_who_already_waits_for_its_room(disk_dir: Path) -> None:
+def test_lost_lease_frees_space_for_a_waiter(disk_dir: Path) -> None:
     store = full_store(disk_dir)
     leases = [store.acquire("a"), store.acquire("b")]
     found: list[Any] = []
@@ -1204,9 +1202,11 @@ def test_a_lost_lease_is_noticed_by_who_already_waits_for_its_room(disk_dir: Pat
 
 
 @on_both
-def test_lease_lost_in_a_cycle_refuses_nobody(device: str, disk_dir: Path) -> None:
-    """An error and the frames that it came through are such a cycle. Leases that are kept are the
-    control."""
+def test_lost_lease_in_a_cycle_blocks_no_other_call(device: str, disk_dir: Path) -> None:
+    """Lose leases in a cycle of references, as of an error and its frames.
+
+    Leases that are kept are the control.
+    """
     store = full_store(disk_dir, device)
     gc.disable()
     try:
@@ -1224,7 +1224,7 @@ def test_lease_lost_in_a_cycle_refuses_nobody(device: str, disk_dir: Path) -> No
     store.close()
 
 
-def test_an_interrupt_while_waiting_leaves_nothing(disk_dir: Path) -> None:
+def test_interrupted_wait_leaves_nothing(disk_dir: Path) -> None:
     store = full_store(disk_dir)
     taken, may_go = threading.Event(), threading.Event()
 

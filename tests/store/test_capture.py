@@ -25,7 +25,7 @@ pytestmark = pytest.mark.floor
 
 
 @pytest.mark.pretend_only("captures")
-def test_a_store_refuses_to_be_captured_and_goes_on_afterwards(disk_dir: Path) -> None:
+def test_store_call_in_a_capture_raises_and_recovers(disk_dir: Path) -> None:
     with open_store(disk_dir, device=ACCELERATOR) as store:
         store.put("a", pages(1))
         resting, open_lease = store.acquire("a"), store.acquire("a")
@@ -56,7 +56,7 @@ def layers() -> nn.Sequential:
 
 @pytest.mark.pretend_only("captures")
 @pytest.mark.parametrize("how", [dispatch_model, enable_group_offload, OffloadModel])
-def test_a_model_on_a_store_refuses_to_be_captured(how: Any, disk_dir: Path) -> None:
+def test_model_call_in_a_capture_raises(how: Any, disk_dir: Path) -> None:
     net, given = layers(), torch.ones(2, 64, device=ACCELERATOR)
     expected = layers().to(ACCELERATOR)(given)
     with open_store(disk_dir, 8 * 5 * PAGE, device=ACCELERATOR) as store, torch.no_grad():
@@ -70,7 +70,7 @@ def test_a_model_on_a_store_refuses_to_be_captured(how: Any, disk_dir: Path) -> 
 
 
 @pytest.mark.pretend_only("captures")
-def test_saved_activations_refuse_to_be_captured(disk_dir: Path) -> None:
+def test_saved_activations_in_a_capture_raise(disk_dir: Path) -> None:
     net, given = layers().to(ACCELERATOR), torch.ones(64, 64, device=ACCELERATOR)
     with (
         open_store(disk_dir, device=ACCELERATOR) as store,

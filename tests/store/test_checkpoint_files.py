@@ -1,4 +1,4 @@
-"""Which files a checkpoint consists of, and what is told of each, with and without `await`."""
+"""The files of a checkpoint, and the facts about each, with and without `await`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def bytes_at(extent: Extent) -> bytes:
 
 
 @both
-def test_a_file_tells_where_each_of_its_tensors_lies(read: Read, tmp_path: Path) -> None:
+def test_file_header_gives_the_extent_of_each_tensor(read: Read, tmp_path: Path) -> None:
     path = saved(tmp_path / "model.safetensors", "a", "b", metadata={"by": "somebody"})
     [file] = read(path)
     assert file.path == str(path)
@@ -80,13 +80,13 @@ def test_a_file_tells_where_each_of_its_tensors_lies(read: Read, tmp_path: Path)
     assert read(other)[0].header_digest != file.header_digest
 
 
-def test_a_directory_without_an_index_is_all_of_its_files(tmp_path: Path) -> None:
+def test_directory_without_index_means_all_files(tmp_path: Path) -> None:
     paths = [saved(tmp_path / f"{name}.safetensors", name) for name in "ba"]
     (tmp_path / "notes.txt").write_text("nothing")
     assert checkpoint_files(tmp_path) == sorted(map(str, paths))
 
 
-def test_an_index_says_which_files_are_meant(tmp_path: Path) -> None:
+def test_index_names_the_files_to_read(tmp_path: Path) -> None:
     for name in "abc":
         saved(tmp_path / f"{name}.safetensors", name)
     path = index(tmp_path, {"a": "a.safetensors", "b": "b.safetensors", "a2": "a.safetensors"})
@@ -96,9 +96,7 @@ def test_an_index_says_which_files_are_meant(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bare", [False, True])
-def test_an_index_that_is_given_may_have_any_name_and_be_the_map_itself(
-    bare: bool, tmp_path: Path
-) -> None:
+def test_index_given_by_path_or_mapping_is_used(bare: bool, tmp_path: Path) -> None:
     for name in "ab":
         saved(tmp_path / f"{name}.safetensors", name)
     named = {"a": "a.safetensors"}
@@ -107,28 +105,28 @@ def test_an_index_that_is_given_may_have_any_name_and_be_the_map_itself(
     assert checkpoint_files(path) == [str(tmp_path / "a.safetensors")]
 
 
-def test_an_index_of_pickles_that_is_given_is_refused(tmp_path: Path) -> None:
+def test_pickle_index_given_raises(tmp_path: Path) -> None:
     path = index(tmp_path, {"a": "pytorch_model.bin"}, "pytorch_model.bin")
     with pytest.raises(TransferError, match="torch pickles are not supported"):
         checkpoint_files(path)
 
 
-def test_an_index_of_pickles_is_passed_over(tmp_path: Path) -> None:
+def test_pickle_index_found_is_skipped(tmp_path: Path) -> None:
     path = saved(tmp_path / "model.safetensors", "a")
     index(tmp_path, {"a": "pytorch_model.bin"}, "pytorch_model.bin")
     assert checkpoint_files(tmp_path) == [str(path)]
 
 
-def test_of_two_indexes_one_must_be_chosen(tmp_path: Path) -> None:
+def test_two_indexes_without_a_choice_raise(tmp_path: Path) -> None:
     saved(tmp_path / "a.safetensors", "a")
     first = index(tmp_path, {"a": "a.safetensors"}, "model.safetensors")
     index(tmp_path, {"a": "a.safetensors"}, "model.fp16.safetensors")
-    with pytest.raises(ValueError, match="has 2 index files: pass the one"):
+    with pytest.raises(ValueError, match="has 2 index files: pass the path of one"):
         checkpoint_files(tmp_path)
     assert checkpoint_files(first) == [str(tmp_path / "a.safetensors")]
 
 
-def test_links_are_resolved_so_that_a_cache_of_links_is_one_of_files(tmp_path: Path) -> None:
+def test_links_are_resolved_to_the_same_files(tmp_path: Path) -> None:
     path = saved(tmp_path / "blob", "a")
     link = tmp_path / "model.safetensors"
     link.symlink_to(path)
@@ -137,7 +135,7 @@ def test_links_are_resolved_so_that_a_cache_of_links_is_one_of_files(tmp_path: P
 
 
 @pytest.mark.parametrize("kind", ["empty", "pickles", "missing"])
-def test_where_there_is_no_checkpoint_it_says_what_to_pass(kind: str, tmp_path: Path) -> None:
+def test_missing_checkpoint_error_names_accepted_paths(kind: str, tmp_path: Path) -> None:
     place = tmp_path / "model"
     if kind != "missing":
         place.mkdir()
@@ -149,7 +147,7 @@ def test_where_there_is_no_checkpoint_it_says_what_to_pass(kind: str, tmp_path: 
 
 
 @both
-def test_two_files_with_a_tensor_of_one_name_are_refused(read: Read, tmp_path: Path) -> None:
+def test_two_files_with_one_tensor_name_raise(read: Read, tmp_path: Path) -> None:
     saved(tmp_path / "a.safetensors", "x", "y")
     saved(tmp_path / "b.safetensors", "z", "y")
     with pytest.raises(ValueError, match="both have a tensor 'y'") as error:
@@ -171,7 +169,7 @@ def refused(path: Path) -> str:
 @pytest.mark.parametrize(
     "name", ["../a.safetensors", "/etc/passwd", "", ".", "..", "sub/a.safetensors", "a\0b"]
 )
-def test_an_index_names_files_beside_it_only(name: str, tmp_path: Path) -> None:
+def test_index_naming_files_elsewhere_raises(name: str, tmp_path: Path) -> None:
     saved(tmp_path / "a.safetensors", "a")
     path = index(tmp_path, {"a": name, "b": "a.safetensors"})
     assert "names files outside its directory" in refused(path)
@@ -181,19 +179,19 @@ def test_an_index_names_files_beside_it_only(name: str, tmp_path: Path) -> None:
     "text",
     ["", "[]", "{", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {}} x'],
 )
-def test_an_index_that_is_no_json_of_its_shape_is_refused(text: str, tmp_path: Path) -> None:
+def test_index_of_wrong_json_shape_raises(text: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(text)
     assert "the index is malformed" in refused(path)
 
 
-def test_an_index_without_a_map_is_refused(tmp_path: Path) -> None:
+def test_index_without_weight_map_raises(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text('{"metadata": {"total_size": [1, {"a": "b"}]}}')
     assert "it has no weight_map" in refused(path)
 
 
-def test_an_index_that_is_too_large_is_not_read(tmp_path: Path) -> None:
+def test_index_too_large_is_not_read(tmp_path: Path) -> None:
     path = index(tmp_path, {"a": "a.safetensors"})
     saved(tmp_path / "a.safetensors", "a")
     path.write_text(path.read_text().ljust(checkpoints.MAX_INDEX_BYTES))
@@ -203,7 +201,7 @@ def test_an_index_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     assert "too large to be one" in refused(path)
 
 
-def test_an_index_of_too_many_files_is_refused(tmp_path: Path) -> None:
+def test_index_of_too_many_files_raises(tmp_path: Path) -> None:
     most = checkpoints.MAX_SHARDS
     names = [f"{number}.safetensors" for number in range(most + 1)]
     path = index(tmp_path, {name: name for name in names[:most]} | {"again": names[0]})
@@ -216,7 +214,7 @@ def test_an_index_of_too_many_files_is_refused(tmp_path: Path) -> None:
 
 
 @both
-def test_a_shard_that_is_missing_is_told_by_its_path(read: Read, tmp_path: Path) -> None:
+def test_missing_shard_error_names_its_path(read: Read, tmp_path: Path) -> None:
     index(tmp_path, {"a": "a.safetensors"})
     with pytest.raises(TransferError, match="No such file") as error:
         read(tmp_path)
@@ -225,7 +223,7 @@ def test_a_shard_that_is_missing_is_told_by_its_path(read: Read, tmp_path: Path)
 
 @both
 @pytest.mark.parametrize("kind", ["a pipe", "a directory"])
-def test_what_is_no_file_keeps_nobody_waiting(kind: str, read: Read, tmp_path: Path) -> None:
+def test_special_file_does_not_block(kind: str, read: Read, tmp_path: Path) -> None:
     place = tmp_path / "model.safetensors"
     if kind == "a pipe":
         os.mkfifo(place)
@@ -236,14 +234,14 @@ def test_what_is_no_file_keeps_nobody_waiting(kind: str, read: Read, tmp_path: P
     assert error.value.path == str(place)
 
 
-def test_an_index_that_is_a_pipe_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_index_that_is_a_pipe_does_not_block(tmp_path: Path) -> None:
     place = tmp_path / "model.safetensors.index.json"
     os.mkfifo(place)
-    with pytest.raises(TransferError, match="is no regular file"):
+    with pytest.raises(TransferError, match="is not a regular file"):
         checkpoint_files(tmp_path)
 
 
-def test_an_index_that_cannot_be_read_is_told(tmp_path: Path) -> None:
+def test_unreadable_index_raises(tmp_path: Path) -> None:
     path = index(tmp_path, {"a": "a.safetensors"})
     with (
         before("open", failing(errno.EIO)),
@@ -255,7 +253,7 @@ def test_an_index_that_cannot_be_read_is_told(tmp_path: Path) -> None:
 
 @both
 @pytest.mark.parametrize("left", [0, 7, 20])
-def test_a_file_that_ends_too_early_is_refused(left: int, read: Read, tmp_path: Path) -> None:
+def test_truncated_file_raises(left: int, read: Read, tmp_path: Path) -> None:
     path = saved(tmp_path / "model.safetensors", "a")
     os.truncate(path, left)
     with pytest.raises(InvalidHeaderError) as error:
@@ -263,7 +261,7 @@ def test_a_file_that_ends_too_early_is_refused(left: int, read: Read, tmp_path: 
     assert error.value.path == str(path)
 
 
-def test_a_path_that_no_system_takes_is_told(tmp_path: Path) -> None:
+def test_path_no_system_accepts_raises(tmp_path: Path) -> None:
     place = tmp_path / ("x" * 5000)
     with pytest.raises(TransferError, match="File name too long") as error:
         checkpoint_files(place)
@@ -274,7 +272,7 @@ def test_a_path_that_no_system_takes_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("read", [read_checkpoint, lambda url: asyncio.run(aread_checkpoint(url))])
-def test_a_url_tells_what_its_file_does(read: Callable[[str], Any], tmp_path: Path) -> None:
+def test_url_lists_the_same_as_its_file(read: Callable[[str], Any], tmp_path: Path) -> None:
     pytest.importorskip("obstore")
     path = tmp_path / "model.safetensors"
     save_file({"a": np.ones(3, np.float32), "b": np.zeros((2, 2), np.int64)}, path)
@@ -287,6 +285,6 @@ def test_a_url_tells_what_its_file_does(read: Callable[[str], Any], tmp_path: Pa
     assert told[0] == told[1]
 
 
-def test_an_index_out_of_an_object_store_is_refused_if_it_is_too_large() -> None:
+def test_remote_index_too_large_raises() -> None:
     with pytest.raises(InvalidHeaderError, match="too large"):
         indexed(bytes(checkpoints.MAX_INDEX_BYTES + 1), "s3://bucket/index.json")

@@ -29,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def test_without_arguments_a_store_is_in_the_user_s_cache(cache: Path) -> None:
+def test_store_without_arguments_uses_the_user_cache(cache: Path) -> None:
     with TierStore() as store:
         store.put("key", pages(1))
     assert (cache / "tierstore" / "store" / "objects").is_dir()
@@ -38,7 +38,7 @@ def test_without_arguments_a_store_is_in_the_user_s_cache(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("named", ["mine", "~/mine"])
-def test_the_environment_names_the_directory(
+def test_environment_variable_sets_the_directory(
     named: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -51,7 +51,7 @@ def test_the_environment_names_the_directory(
     assert (tmp_path / "passed" / "objects").is_dir()
 
 
-def test_an_environment_that_names_nothing_is_no_name(
+def test_environment_variable_empty_is_ignored(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TIERSTORE_DIR", "")
@@ -59,11 +59,11 @@ def test_an_environment_that_names_nothing_is_no_name(
     assert (cache / "tierstore" / "store").is_dir()
 
 
-def test_the_second_store_of_a_default_directory_says_what_to_pass(
-    cache: Path, tmp_path: Path
-) -> None:
+def test_second_store_in_default_directory_names_disk_dir(cache: Path, tmp_path: Path) -> None:
     with TierStore("64MiB", device="cpu"):
-        with pytest.raises(StoreLockedError, match=r"pass disk_dir.* set TIERSTORE_DIR") as error:
+        with pytest.raises(
+            StoreLockedError, match=r"pass another disk_dir.* set TIERSTORE_DIR"
+        ) as error:
             TierStore("64MiB", device="cpu")
         assert str(cache / "tierstore" / "store") in str(error.value)
         with pytest.raises(StoreLockedError) as chosen:
@@ -72,7 +72,7 @@ def test_the_second_store_of_a_default_directory_says_what_to_pass(
         TierStore("64MiB", tmp_path / "other", device="cpu").close()
 
 
-def test_an_auto_ram_budget_is_half_of_what_is_available_and_logged(
+def test_auto_ram_budget_is_half_of_available_and_logged(
     disk_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tierstore")
@@ -87,22 +87,20 @@ def test_an_auto_ram_budget_is_half_of_what_is_available_and_logged(
     assert float(found[1]) == pytest.approx(budget / {"MB": 1e6, "GB": 1e9}[found[2]], abs=1)
 
 
-def test_a_budget_that_was_chosen_is_not_logged(
-    disk_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_explicit_budget_is_not_logged(disk_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tierstore")
     open_store(disk_dir).close()
     assert messages(caplog) == []
 
 
-def test_on_the_cpu_an_auto_device_budget_is_none(disk_dir: Path) -> None:
+def test_auto_device_budget_on_the_cpu_is_none(disk_dir: Path) -> None:
     with open_store(disk_dir, device_budget="auto") as store:
         assert set(store.stats().budget_bytes) == {"HOST", "DISK"}
 
 
 @pytest.mark.pretend_only("bytes")
 @pytest.mark.parametrize("budget", ["auto", None])
-def test_an_auto_device_budget_is_half_of_what_is_free_and_logged(
+def test_auto_device_budget_is_half_of_free_and_logged(
     budget: str | None, disk_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tierstore")
@@ -115,7 +113,7 @@ def test_an_auto_device_budget_is_half_of_what_is_free_and_logged(
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """What was logged, but for opening and closing."""
+    """Return the log, except for opening and closing."""
     assert {record.name.partition(".")[0] for record in caplog.records} <= {"tierstore"}
     logged = [record.getMessage() for record in caplog.records]
     return [each for each in logged if not each.startswith(("opened ", "closed "))]

@@ -1,4 +1,4 @@
-"""Copies to a device: queued by whoever needs them, and known by the device's own times."""
+"""Copies to a device: queued by the thread that needs them, timed by the device itself."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def in_ram(disk_dir: Path, count: int = 4, size: int = 1, **options: Any) -> Tie
 
 
 class Work:
-    """Who queues copies to the device, and what threads give to others."""
+    """Records which threads queue copies to the device, and jobs handed to other threads."""
 
     def __init__(self, calls: list[tuple[str, str]]) -> None:
         self.calls = calls
@@ -61,18 +61,18 @@ class Work:
 
     @property
     def handed_on(self) -> int:
-        """How often something is given to another thread."""
+        """Return the number of jobs handed to other threads."""
         return len(self.calls) - len(self.threads_of_copies)
 
 
 @pytest.fixture
 def work() -> Iterator[Work]:
-    with calls_of(HostToDevice.copy, SerialExecutor.give, Workers.submit) as calls:
+    with calls_of(HostToDevice.copy, SerialExecutor.submit, Workers.submit) as calls:
         yield Work(calls)
 
 
 @needs_accelerator
-def test_who_acquires_what_is_in_ram_queues_the_copy_itself(work: Work, disk_dir: Path) -> None:
+def test_acquire_from_ram_queues_the_copy_on_its_thread(work: Work, disk_dir: Path) -> None:
     here = threading.current_thread().name
     with in_ram(disk_dir, device_budget=2 * PAGE) as store:
         for number in (0, 1, 2, 3, 0):  # two of them make others leave the device
@@ -86,7 +86,7 @@ def test_who_acquires_what_is_in_ram_queues_the_copy_itself(work: Work, disk_dir
 
 
 @needs_accelerator
-def test_who_reads_what_is_on_disk_queues_its_copy(work: Work, disk_dir: Path) -> None:
+def test_acquire_from_disk_queues_its_copy(work: Work, disk_dir: Path) -> None:
     with open_store(disk_dir, device=ACCELERATOR) as store:
         store.put("g", pages(1))
     with open_store(disk_dir, device=ACCELERATOR) as store:
@@ -96,7 +96,7 @@ def test_who_reads_what_is_on_disk_queues_its_copy(work: Work, disk_dir: Path) -
 
 
 @needs_accelerator
-def test_a_hint_queues_copies_at_once(work: Work, disk_dir: Path) -> None:
+def test_prefetch_queues_copies_at_once(work: Work, disk_dir: Path) -> None:
     with in_ram(disk_dir) as store:
         before = work.handed_on
         store.prefetch(["g1", "g2"])
@@ -110,7 +110,7 @@ def test_a_hint_queues_copies_at_once(work: Work, disk_dir: Path) -> None:
 
 
 @needs_accelerator
-def test_from_pageable_memory_nobody_waits_for_a_copy_that_nobody_needs(
+def test_pageable_prefetch_copy_blocks_no_thread(
     work: Work, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A driver makes such a copy while its caller waits."""
@@ -125,7 +125,7 @@ def test_from_pageable_memory_nobody_waits_for_a_copy_that_nobody_needs(
 
 
 @pytest.mark.pretend_only("captures")
-def test_nothing_is_queued_by_a_thread_whose_work_is_captured(work: Work, disk_dir: Path) -> None:
+def test_captured_thread_queues_no_copy(work: Work, disk_dir: Path) -> None:
     with in_ram(disk_dir) as store:
         with captured():
             store.prefetch("g1")
@@ -135,7 +135,7 @@ def test_nothing_is_queued_by_a_thread_whose_work_is_captured(work: Work, disk_d
 
 
 @needs_accelerator
-def test_a_copy_that_cannot_be_queued_is_told_of_and_leaves_nothing(disk_dir: Path) -> None:
+def test_copy_that_cannot_be_queued_raises_and_leaves_nothing(disk_dir: Path) -> None:
     def fail() -> None:
         raise RuntimeError("the device is out of order")
 
@@ -170,7 +170,7 @@ def misses(store: TierStore, patience: float, stride: int = STRIDE) -> Iterator[
         turn += stride
 
 
-def look_at(store: TierStore, patience: float) -> None:
+def stat_item(store: TierStore, patience: float) -> None:
     for number in range(4):
         with store.acquire(f"g{number}", timeout=patience) as lease:
             assert_same(lease.tensor.cpu(), pages(number, SIZE))
@@ -180,7 +180,7 @@ def look_at(store: TierStore, patience: float) -> None:
         there = [
             c.slots[Tier.DEVICE] for c in core_of(store).mover.entries() if Tier.DEVICE in c.slots
         ]
-    assert arena.bytes_counted == sum(slot.nbytes for slot in [*there, *arena.spare()])
+    assert arena.bytes_counted == sum(slot.nbytes for slot in [*there, *arena.unused_slots()])
 
 
 def two_of_four(disk_dir: Path) -> TierStore:
@@ -190,13 +190,13 @@ def two_of_four(disk_dir: Path) -> TierStore:
 @pytest.mark.full("interrupts at each point; tests/faults/test_interrupts.py has some in each lane")
 @needs_accelerator
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_an_interrupt_of_who_queues_a_copy_leaves_the_device_whole(disk_dir: Path) -> None:
+def test_copy_interrupted_while_queued_keeps_consistency(disk_dir: Path) -> None:
     with two_of_four(disk_dir) as store:
         count, stream = 0, torch.accelerator.current_stream()
         for interrupter in misses(store, PATIENCE):
             try:
                 assert torch.accelerator.current_stream() == stream, "left on another stream"
-                look_at(store, PATIENCE)
+                stat_item(store, PATIENCE)
             except BaseException as error:
                 error.add_note(f"interrupted at {interrupter.where}, number {interrupter.turn}")
                 raise
@@ -207,7 +207,7 @@ def test_an_interrupt_of_who_queues_a_copy_leaves_the_device_whole(disk_dir: Pat
 @pytest.mark.full("the control of the test above")
 @needs_accelerator
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_without_mending_an_interrupt_leaves_it_wrong(
+def test_copy_interrupted_without_rebuild_is_inconsistent(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: the books of the device's memory are not made anew."""
@@ -217,7 +217,7 @@ def test_without_mending_an_interrupt_leaves_it_wrong(
     # Which instructions there are depends on Python: with larger strides, 3.13 is missed by chance.
     for interrupter in misses(store, 1.0, min(STRIDE, 13)):
         try:
-            look_at(store, 1.0)
+            stat_item(store, 1.0)
         except BaseException as error:
             found.append((interrupter.where, error))
             break
@@ -230,8 +230,7 @@ def test_without_mending_an_interrupt_leaves_it_wrong(
 
 @pytest.fixture
 def link_speed(pretend: Any) -> Iterator[Callable[[float], None]]:
-    """Sets the speed of the device's link, in bytes per second. What is queued waits to be waited
-    for."""
+    """Sets the speed of the device's link, in bytes per second. Queued copies wait for a waiter."""
     pretend.set_slowness(None)
     yield pretend.set_link_speed
     pretend.start_over()
@@ -239,7 +238,7 @@ def link_speed(pretend: Any) -> Iterator[Callable[[float], None]]:
 
 @pytest.mark.pretend_only("times")
 @pytest.mark.parametrize("runs_ahead", [False, True])
-def test_the_planner_believes_what_the_link_can_do(
+def test_planner_assumes_the_links_speed(
     link_speed: Callable[[float], None], runs_ahead: bool, disk_dir: Path
 ) -> None:
     speed = 50e6  # a copy takes 20 ms: that this process has to wait for a core is little
@@ -261,9 +260,7 @@ def test_the_planner_believes_what_the_link_can_do(
 
 
 @pytest.mark.pretend_only("times")
-def test_computing_is_what_the_device_does_not_what_its_caller_says(
-    link_speed: Callable[[float], None], disk_dir: Path
-) -> None:
+def test_compute_time_is_the_devices(link_speed: Callable[[float], None], disk_dir: Path) -> None:
     """A copy on the caller's own stream takes the place of a kernel that takes a known time."""
     speed, busy = 20e6, 0.05  # seconds
     link_speed(speed)
@@ -285,8 +282,8 @@ def test_computing_is_what_the_device_does_not_what_its_caller_says(
 
 
 @needs_accelerator
-def test_events_sleep_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits for an event should not take a core from those who compute."""
+def test_events_block_without_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that waits for an event should not take a core from those that compute."""
     made: list[dict[str, Any]] = []
     kind = torch.Event
 
@@ -301,7 +298,7 @@ def test_events_sleep_where_torch_can(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_accelerator
-def test_a_thread_that_makes_room_for_itself_keeps_others_right(disk_dir: Path) -> None:
+def test_thread_evicting_for_itself_keeps_others_correct(disk_dir: Path) -> None:
     """Many at once queue copies, in less memory than all of them need."""
     errors: list[BaseException] = []
     with in_ram(disk_dir, 8, device_budget=3 * PAGE) as store:

@@ -36,12 +36,12 @@ def store_in(path: str | os.PathLike[str] | None) -> None:
         assert torch.equal(store.get("k"), torch.arange(3.0))
 
 
-def test_default_directory_behind_linked_home(home: Path) -> None:
+def test_default_directory_behind_linked_home_opens(home: Path) -> None:
     store_in(None)
     assert (home / ".cache/tierstore/store").is_dir()
 
 
-def test_default_directory_behind_linked_cache(home: Path, tmp_path: Path) -> None:
+def test_default_directory_behind_linked_cache_opens(home: Path, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (home / ".cache").symlink_to(tmp_path / "cache")
     store_in(None)
@@ -78,7 +78,7 @@ def test_disk_dir_dangling_link_raises(below: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["objects", "tmp"])
-def test_link_inside_store_is_refused(name: str, tmp_path: Path) -> None:
+def test_link_inside_store_raises(name: str, tmp_path: Path) -> None:
     """The control: what lies in a store is never reached through a link."""
     (tmp_path / "others").mkdir()
     (tmp_path / "store").mkdir(mode=0o700)

@@ -62,14 +62,14 @@ class Holder(nn.Module):
         return x + self.weight.reshape(-1).view(torch.uint8).double().sum()
 
 
-def test_names_are_those_of_safetensors() -> None:
+def test_dtype_names_are_those_of_safetensors() -> None:
     unsupported = {"F6_E2M3", "F6_E3M2"}
     assert set(DTYPES) == known_to_safetensors() - unsupported
     assert unsupported <= known_to_safetensors()
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_a_dtype_works_everywhere(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_dtype_works_everywhere(dtype: torch.dtype, tmp_path: Path) -> None:
     weight = made(dtype)
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file({"weight": weight}, path)
@@ -109,7 +109,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("what", UNSUPPORTED)
-def test_what_torch_does_not_have_is_named(what: str, tmp_path: Path) -> None:
+def test_dtype_unknown_to_torch_is_named(what: str, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(UNSUPPORTED[what])
     dtype = what if what.startswith("F") else "F4"
@@ -129,7 +129,7 @@ def test_what_torch_does_not_have_is_named(what: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("raw", [file_of("I4", [4], 2), file_of("F4", [4, 4], 9)])
-def test_what_safetensors_does_not_know_is_malformed(raw: bytes, tmp_path: Path) -> None:
+def test_dtype_unknown_to_safetensors_is_malformed(raw: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(raw)
     with pytest.raises(safetensors.SafetensorError):
@@ -139,7 +139,7 @@ def test_what_safetensors_does_not_know_is_malformed(raw: bytes, tmp_path: Path)
 
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32, torch.uint4, torch.bits8])
-def test_a_dtype_without_a_name_is_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_dtype_without_a_name_raises(dtype: torch.dtype, tmp_path: Path) -> None:
     with (
         open_store(tmp_path / "store") as store,
         pytest.raises(TypeError, match=f"has the dtype {dtype}"),

@@ -33,7 +33,7 @@ from tierstore.system.files import DISK_THREADS
 from tierstore.tiers.workers import URGENT
 
 
-def test_a_read_that_fails_is_told_and_can_be_repeated(disk_dir: Path) -> None:
+def test_read_failure_raises_and_can_be_retried(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1, 3))
         push_out(store, "key")
@@ -51,7 +51,7 @@ def test_a_read_that_fails_is_told_and_can_be_repeated(disk_dir: Path) -> None:
         assert_at_rest(store)
 
 
-def test_a_prefetch_that_failed_is_told_to_who_acquires(disk_dir: Path) -> None:
+def test_prefetch_failure_raises_in_acquire(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1, 3))
         push_out(store, "key")
@@ -68,9 +68,7 @@ def test_a_prefetch_that_failed_is_told_to_who_acquires(disk_dir: Path) -> None:
 
 @pytest.mark.parametrize("call", ["fsync", "pwrite", "rename", "posix_fallocate"])
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
-def test_a_write_that_fails_loses_neither_the_old_nor_the_new(
-    call: str, number: int, disk_dir: Path
-) -> None:
+def test_write_failure_loses_neither_old_nor_new(call: str, number: int, disk_dir: Path) -> None:
     store = open_store(disk_dir)
     store.put("key", pages(1))
     store.flush()
@@ -92,7 +90,7 @@ def test_a_write_that_fails_loses_neither_the_old_nor_the_new(
         assert_group(store.get("key"), pages(2))
 
 
-def test_a_file_whose_fsync_failed_is_never_trusted(disk_dir: Path) -> None:
+def test_file_with_failed_fsync_is_never_trusted(disk_dir: Path) -> None:
     """A second fsync of the same file would succeed, and the data would be gone."""
     store = open_store(disk_dir)
     before = files_below(disk_dir / "objects")
@@ -111,7 +109,7 @@ def test_a_file_whose_fsync_failed_is_never_trusted(disk_dir: Path) -> None:
 
 
 @pytest.mark.pretend_only("limits")
-def test_an_accelerator_whose_memory_somebody_else_has(disk_dir: Path) -> None:
+def test_device_memory_taken_by_others_raises(disk_dir: Path) -> None:
     with open_store(disk_dir, device=ACCELERATOR) as store:
         store.put("key", pages(1, 8))
         pretend.set_memory_limit(pretend.memory_allocated() + 4 * PAGE)
@@ -129,7 +127,7 @@ def test_an_accelerator_whose_memory_somebody_else_has(disk_dir: Path) -> None:
 
 
 @pytest.mark.pretend_only("limits")
-def test_without_memory_to_lock_pages_are_used_that_are_not(disk_dir: Path) -> None:
+def test_page_locking_unavailable_uses_pageable_memory(disk_dir: Path) -> None:
     with pageable(), open_store(disk_dir, device=ACCELERATOR) as store:
         store.put("key", pages(1, 8))
         push_out(store, "key")
@@ -138,7 +136,7 @@ def test_without_memory_to_lock_pages_are_used_that_are_not(disk_dir: Path) -> N
         assert store.stats().peak_bytes["HOST"] >= 8 * PAGE
 
 
-def test_a_flush_with_nothing_to_do_needs_no_disk(disk_dir: Path) -> None:
+def test_flush_with_nothing_to_do_needs_no_disk(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         again = threading.Event()
         disk = core_of(store).tiers.disk.workers
@@ -150,7 +148,7 @@ def test_a_flush_with_nothing_to_do_needs_no_disk(disk_dir: Path) -> None:
             again.set()
 
 
-# Who is told -------------------------------------------------------------------------------------
+# Errors ------------------------------------------------------------------------------------------
 
 
 def quarrelling(room: WaitQueue) -> list[Request]:
@@ -177,12 +175,12 @@ def quarrel(kind: type[WaitQueue]) -> list[str]:
     def all_look() -> None:
         for request in requests:
             if not refused:
-                room.tried_in_vain(request)
+                room.enqueue_request(request)
 
     all_look()
     assert refused == []  # something is still on its way
     idle.set()
-    room.changed()
+    room.notify_change()
     assert all(request.wakeup.wait(0) for request in requests)
     all_look()
     if not refused:  # then somebody was woken to be refused
@@ -191,11 +189,11 @@ def quarrel(kind: type[WaitQueue]) -> list[str]:
     return refused
 
 
-def test_who_holds_nothing_is_not_refused_for_the_quarrel_of_others() -> None:
+def test_caller_without_leases_is_spared_in_a_deadlock() -> None:
     assert quarrel(WaitQueue) in (["a"], ["b"])
 
 
-def test_only_who_may_get_on_is_woken_and_holders_once_nobody_can() -> None:
+def test_blocked_wakeup_reaches_holders_last() -> None:
     idle, ready = threading.Event(), set[str]()
     refused: list[str] = []
     room = WaitQueue(
@@ -205,35 +203,35 @@ def test_only_who_may_get_on_is_woken_and_holders_once_nobody_can() -> None:
     )
     requests = quarrelling(room)
     for request in requests:
-        room.tried_in_vain(request)
+        room.enqueue_request(request)
 
     def woken() -> list[str]:
         return [request.key for request in requests if request.wakeup.wait(0)]
 
-    room.changed()
+    room.notify_change()
     assert woken() == []
     ready.add("c")
-    room.changed()
+    room.notify_change()
     assert woken() == ["c"]
-    room.tried_in_vain(requests[2])
+    room.enqueue_request(requests[2])
     ready.clear()
     idle.set()
-    room.changed()
+    room.notify_change()
     assert woken() == ["b", "a"]  # who hold something
     assert refused == []
-    room.tried_in_vain(requests[1])
+    room.enqueue_request(requests[1])
     assert refused == ["a"]
 
 
-def test_whoever_looks_last_would_be_refused() -> None:
+def test_last_blocked_caller_is_the_one_refused() -> None:
     """The control: without the look at who holds something."""
 
     class Blunt(WaitQueue):
-        def tried_in_vain(self, request: Request) -> None:
-            super().tried_in_vain(request)
+        def enqueue_request(self, request: Request) -> None:
+            super().enqueue_request(request)
             if self._idle([]) and all(
-                queued.tried == self._epoch for queued in self._queued.values()
+                queued.tried_epoch == self._epoch for queued in self._queued.values()
             ):
-                self._refuse(request, set())
+                self._fail_blocked(request, set())
 
     assert quarrel(Blunt) == ["c"]

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.store.helpers import open_store
-from tierstore.system.views import set_over
+from tierstore.system.views import set_storage
 
 
 @pytest.mark.parametrize("left", [0, 16])
@@ -33,7 +33,7 @@ def test_set_over_freed_storage_raises(left: int) -> None:
     storage = torch.arange(10.0).untyped_storage()
     storage.resize_(left)
     with pytest.raises(ValueError, match="freed"):
-        set_over(torch.empty(0), storage, 0, (10,), (1,))
+        set_storage(torch.empty(0), storage, 0, (10,), (1,))
     assert storage.nbytes() == left
     torch.empty(0).set_(storage, 0, (10,), (1,))
     assert storage.nbytes() == 40
@@ -42,10 +42,10 @@ def test_set_over_freed_storage_raises(left: int) -> None:
 def test_set_over_whole_storage_shows_it() -> None:
     values = torch.arange(12.0)
     storage = values.untyped_storage()
-    assert torch.equal(set_over(torch.empty(0), storage, 2, (2, 3), (5, 1))[1], values[7:10])
-    assert set_over(torch.empty(0), storage, 12, (0, 4), (4, 1)).shape == (0, 4)
-    with pytest.raises(ValueError, match="storage has 48 bytes, and the tensor needs 52"):
-        set_over(torch.empty(0), storage, 3, (2, 5), (5, 1))
+    assert torch.equal(set_storage(torch.empty(0), storage, 2, (2, 3), (5, 1))[1], values[7:10])
+    assert set_storage(torch.empty(0), storage, 12, (0, 4), (4, 1)).shape == (0, 4)
+    with pytest.raises(ValueError, match="storage has 48 bytes, but the tensor needs 52"):
+        set_storage(torch.empty(0), storage, 3, (2, 5), (5, 1))
 
 
 def test_put_functorch_tensor_raises(disk_dir: Path) -> None:

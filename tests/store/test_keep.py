@@ -34,14 +34,14 @@ def reads_of(store: TierStore, key: str) -> int:
 @on_both
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
 @pytest.mark.parametrize("kept", [True, False])
-def test_what_is_kept_is_read_once(device: str, policy: str, kept: bool, disk_dir: Path) -> None:
+def test_sticky_group_is_read_once(device: str, policy: str, kept: bool, disk_dir: Path) -> None:
     order = random.Random(1)
     with open_store(disk_dir, ROOM * PAGE, device, policy=policy) as store:
         keys = filled(store)
         others = [key for key in keys if key not in SPECIAL]
         for key in SPECIAL:
             if kept:
-                store.keep(key)
+                store.make_sticky(key)
             reads_of(store, key)
         for _ in range(10):  # in no order that could be learned: enough to push all others out
             for key in order.sample(others, len(others)):
@@ -52,11 +52,11 @@ def test_what_is_kept_is_read_once(device: str, policy: str, kept: bool, disk_di
 
 
 @on_both
-def test_more_to_keep_than_there_is_room(device: str, disk_dir: Path) -> None:
+def test_sticky_groups_above_the_budget_are_evicted(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, ROOM * PAGE, device) as store:
         keys = filled(store)
         for key in keys:
-            store.keep(key)
+            store.make_sticky(key)
         for key in keys * 3:
             reads_of(store, key)
         places = ROOM * len([tier for tier in store.stats().budget_bytes if tier != "DISK"])
@@ -64,6 +64,6 @@ def test_more_to_keep_than_there_is_room(device: str, disk_dir: Path) -> None:
         assert store.stats().peak_bytes["HOST"] <= ROOM * PAGE
 
 
-def test_a_key_that_is_not_known(disk_dir: Path) -> None:
+def test_sticky_unknown_key_raises(disk_dir: Path) -> None:
     with open_store(disk_dir) as store, pytest.raises(UnknownKeyError):
-        store.keep("nothing")
+        store.make_sticky("nothing")

@@ -1,5 +1,7 @@
-"""A group that is registered, of more bytes than RAM: its file is written, and it is never there as
-a whole."""
+"""Register a group that is larger than RAM.
+
+Its file is written without ever holding all of it in memory.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def assert_right(homes: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def nothing_is_left(store: TierStore, disk_dir: Path) -> Iterator[None]:
-    """Whoever is refused leaves no group, no file, and no byte that counts."""
+    """A refused call leaves no group, no file, and no counted byte."""
     before = {path.name for path in disk_dir.rglob("*") if path.is_file()}
     used = store.stats().used_bytes
     yield
@@ -51,7 +53,7 @@ def nothing_is_left(store: TierStore, disk_dir: Path) -> Iterator[None]:
     assert store.stats().used_bytes == used
 
 
-def test_it_is_written_once_and_found_again(disk_dir: Path) -> None:
+def test_large_model_is_written_once_and_found_again(disk_dir: Path) -> None:
     nbytes = sum(tensor.nbytes for tensor in stack().values())
     for start in range(2):
         with open_store(disk_dir, RAM) as store:
@@ -67,7 +69,7 @@ def test_it_is_written_once_and_found_again(disk_dir: Path) -> None:
             assert store.stats().peak_bytes["HOST"] <= RAM
 
 
-def test_what_is_not_routed_must_fit(disk_dir: Path) -> None:
+def test_unrouted_group_must_fit(disk_dir: Path) -> None:
     with open_store(disk_dir, RAM) as store:
         with nothing_is_left(store, disk_dir), pytest.raises(BudgetError, match="ram_budget"):
             engine_of(store).groups.register("weights", stack())
@@ -76,7 +78,7 @@ def test_what_is_not_routed_must_fit(disk_dir: Path) -> None:
 
 @pytest.mark.parametrize("number", (errno.ENOSPC, errno.EIO))
 @pytest.mark.parametrize("call", ("posix_fallocate", "pwrite", "fsync", "rename"))
-def test_a_disk_that_fails_leaves_nothing(call: str, number: int, disk_dir: Path) -> None:
+def test_disk_failure_leaves_nothing(call: str, number: int, disk_dir: Path) -> None:
     with open_store(disk_dir, RAM) as store:
         with (
             nothing_is_left(store, disk_dir),
@@ -89,7 +91,7 @@ def test_a_disk_that_fails_leaves_nothing(call: str, number: int, disk_dir: Path
         assert_right(register(store))
 
 
-def test_a_disk_budget_is_kept_to(disk_dir: Path) -> None:
+def test_disk_budget_is_enforced(disk_dir: Path) -> None:
     with (
         open_store(disk_dir, RAM, disk_budget=2 * RAM) as store,
         nothing_is_left(store, disk_dir),
@@ -101,7 +103,7 @@ def test_a_disk_budget_is_kept_to(disk_dir: Path) -> None:
         assert 2 * RAM < store.stats().used_bytes["DISK"] <= 3 * RAM
 
 
-def test_a_closed_store_refuses(disk_dir: Path) -> None:
+def test_closed_store_raises(disk_dir: Path) -> None:
     store = open_store(disk_dir, RAM)
     store.close()
     with pytest.raises(ClosedError):

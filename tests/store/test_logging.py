@@ -1,4 +1,4 @@
-"""What is logged in an ordinary run: each thing once, and nothing at each step."""
+"""An ordinary run logs each thing once, and nothing per step."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ def logged(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[
     return [(r.name, r.getMessage()) for r in caplog.records if r.levelno >= level]
 
 
-def test_a_run_is_logged_from_opening_to_closing(
-    disk_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_run_is_logged_from_open_to_close(disk_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "tierstore")
     model = Tower()
     with torch.no_grad(), open_store(disk_dir, 4 * BLOCK_BYTES) as store:
@@ -47,7 +45,7 @@ def test_a_run_is_logged_from_opening_to_closing(
     assert opened[0] == closed[0] == "tierstore.engine"
     assert re.fullmatch(
         rf"opened {re.escape(str(disk_dir))} on cpu: ram_budget \d+\.\d KiB, "
-        "disk_budget no limit; 0 groups there",
+        "disk_budget no limit; 0 groups",
         opened[1],
     )
     assert dispatched[0] == "tierstore.adapters"
@@ -57,7 +55,7 @@ def test_a_run_is_logged_from_opening_to_closing(
     assert "DISK>HOST" in closed[1]
 
 
-def test_offloading_and_a_second_opening_are_logged(
+def test_offloading_and_reopening_are_logged(
     disk_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open_store(disk_dir) as store:
@@ -69,11 +67,11 @@ def test_offloading_and_a_second_opening_are_logged(
         model(given())
         disable_offload(handle)
     opened, offloaded, _closed = [message for _, message in logged(caplog)]
-    assert opened.endswith("; 1 group there")
+    assert opened.endswith("; 1 group")
     assert re.match(r"Tower-\d+: \d+ groups, \d+ bytes of weights", offloaded)
 
 
-def test_training_and_its_checkpoints_are_logged_and_its_steps_are_not(
+def test_training_checkpoints_are_logged_but_steps_are_not(
     disk_dir: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "tierstore.adapters")
@@ -88,11 +86,11 @@ def test_training_and_its_checkpoints_are_logged_and_its_steps_are_not(
         model.disable()
     taken, saved, loaded = [message for _, message in logged(caplog)]
     assert re.fullmatch(r"Tower in training: \d+ slices, \d+ groups, \d+ bytes of .*", taken)
-    assert re.fullmatch(rf"saved a training in {tmp_path / 'run'} in \d+\.\d s", saved)
-    assert re.fullmatch(rf"loaded a training from {tmp_path / 'run'} in \d+\.\d s", loaded)
+    assert re.fullmatch(rf"saved a training run in {tmp_path / 'run'} in \d+\.\d s", saved)
+    assert re.fullmatch(rf"loaded a training run from {tmp_path / 'run'} in \d+\.\d s", loaded)
 
 
-def test_what_fails_is_a_warning_with_its_group(
+def test_failure_logs_a_warning_with_its_group(
     disk_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with open_store(disk_dir) as store:
@@ -108,7 +106,7 @@ def test_what_fails_is_a_warning_with_its_group(
     assert len(logged(caplog, logging.WARNING)) == 1
 
 
-def test_debug_tells_of_each_move(disk_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_debug_level_logs_each_move(disk_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "tierstore.tiers")
     with open_store(disk_dir) as store:
         store.put("key", pages(1, 2))
@@ -120,7 +118,7 @@ def test_debug_tells_of_each_move(disk_dir: Path, caplog: pytest.LogCaptureFixtu
     assert f"DISK>HOST of group 'key': {2 * PAGE} bytes" in moved
 
 
-def test_the_package_leaves_logging_as_it_was() -> None:
+def test_package_leaves_logging_configuration_alone() -> None:
     """No handler and no level: what is a warning is seen, the rest is the program's to ask for."""
     changes = re.compile(r"\b(basicConfig|addHandler|setLevel|NullHandler|captureWarnings)\b")
     package = Path(tierstore.__file__).parent
@@ -131,7 +129,7 @@ def test_the_package_leaves_logging_as_it_was() -> None:
     assert {path for path, names in found.items() if names} == {"service/cli.py"}
 
 
-def test_every_logger_is_one_of_the_guide() -> None:
+def test_every_logger_is_in_the_guide() -> None:
     package = Path(tierstore.__file__).parent
     named = re.compile(r'getLogger\("(.*?)"\)')
     used = {

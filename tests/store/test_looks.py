@@ -1,4 +1,4 @@
-"""What a store and a handle look like, at any moment: nothing raises, waits or changes anything."""
+"""The repr of a store and a handle, at any moment: it never raises, waits or changes anything."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def used(store: TierStore) -> None:
 
 
 def at_once(look: Callable[[], str]) -> str | None:
-    """What it shows; None if it has not come up within seconds."""
+    """Return its repr; None if it takes seconds."""
     shown: list[str] = []
     thread = threading.Thread(target=lambda: shown.append(look()), daemon=True)
     thread.start()
@@ -51,7 +51,9 @@ def at_once(look: Callable[[], str]) -> str | None:
 
 @on_both
 @every_look
-def test_it_shows_what_stats_say(look: Callable[[Any], str], device: str, disk_dir: Path) -> None:
+def test_repr_shows_the_figures_of_stats(
+    look: Callable[[Any], str], device: str, disk_dir: Path
+) -> None:
     with open_store(disk_dir, 8 * PAGE, device) as store:
         used(store)
         stats = store.stats()
@@ -66,7 +68,7 @@ def test_it_shows_what_stats_say(look: Callable[[Any], str], device: str, disk_d
     assert str(disk_dir) in repr(store)
 
 
-def test_a_line_is_one_line_and_a_report_is_short(disk_dir: Path) -> None:
+def test_repr_is_one_line_and_report_is_short(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         used(store)
         assert "\n" not in repr(store)
@@ -75,7 +77,7 @@ def test_a_line_is_one_line_and_a_report_is_short(disk_dir: Path) -> None:
 
 
 @every_look
-def test_closed(look: Callable[[Any], str], disk_dir: Path) -> None:
+def test_repr_of_a_closed_store_says_closed(look: Callable[[Any], str], disk_dir: Path) -> None:
     store = open_store(disk_dir, 8 * PAGE)
     used(store)
     before = store.stats()
@@ -87,7 +89,9 @@ def test_closed(look: Callable[[Any], str], disk_dir: Path) -> None:
 
 
 @every_look
-def test_while_another_thread_has_the_lock(look: Callable[[Any], str], disk_dir: Path) -> None:
+def test_repr_while_another_thread_holds_the_lock_returns(
+    look: Callable[[Any], str], disk_dir: Path
+) -> None:
     with open_store(disk_dir) as store:
         used(store)
         with core_of(store).lock:
@@ -101,7 +105,7 @@ def test_while_another_thread_has_the_lock(look: Callable[[Any], str], disk_dir:
         assert "4 groups" in shown
 
 
-def test_in_the_middle_of_a_transaction_nothing_is_changed(disk_dir: Path) -> None:
+def test_repr_within_a_transaction_changes_nothing(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         used(store)
         core = core_of(store)
@@ -116,7 +120,7 @@ def test_in_the_middle_of_a_transaction_nothing_is_changed(disk_dir: Path) -> No
         assert not core.dirty
 
 
-def test_in_a_forked_child_of_a_process_whose_thread_has_the_lock(disk_dir: Path) -> None:
+def test_repr_in_a_forked_child_returns(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         used(store)
         taken, over = threading.Event(), threading.Event()
@@ -145,20 +149,20 @@ def test_in_a_forked_child_of_a_process_whose_thread_has_the_lock(disk_dir: Path
     assert all("of another process" in each for each in shown), shown
 
 
-def test_while_it_is_not_made_yet() -> None:
+def test_repr_during_construction_returns() -> None:
     store = TierStore.__new__(TierStore)
     assert repr(store) == "<TierStore, not open>"
     assert store.report() == "TierStore, not open"
 
 
-def test_a_directory_may_have_any_name(tmp_path: Path) -> None:
+def test_repr_with_any_directory_name_is_safe(tmp_path: Path) -> None:
     with open_store(tmp_path / "<b>[red]\x1b[31m") as store:
         assert "&lt;b&gt;[red]\\x1b[31m" in store._repr_html_()
         assert "<b>[red]\\x1b[31m" in repr(store)
         assert "<b>[red]\\x1b[31m" in drawn(store, 300)
 
 
-def test_who_handles_logs_may_look_at_the_store(disk_dir: Path) -> None:
+def test_repr_in_a_log_handler_returns(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         records: list[str] = []
 
@@ -179,7 +183,7 @@ def test_who_handles_logs_may_look_at_the_store(disk_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
-def test_a_handle_shows_its_model_and_the_store(look: Callable[[Any], str], disk_dir: Path) -> None:
+def test_repr_of_a_handle_shows_model_and_store(look: Callable[[Any], str], disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
         handle = enable_group_offload(model, store)

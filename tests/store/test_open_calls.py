@@ -15,8 +15,10 @@ from tierstore.model.objects import read_header
 
 FEW, MANY = 20, 80
 MOST_CALLS = 125
-"""Calls of Python functions for each group. On the usual machine, 100,000 groups then take some 6
-seconds."""
+"""Python calls per group.
+
+On the usual machine, 100,000 groups then take some 6 seconds.
+"""
 
 
 def python_calls(place: Path) -> int:
@@ -49,7 +51,7 @@ def calls_for_each(place: Path) -> float:
     return (counts[1] - counts[0]) / (MANY - FEW)
 
 
-def test_opening_takes_few_calls_for_each_group(
+def test_open_takes_few_system_calls_per_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few = calls_for_each(tmp_path / "few")

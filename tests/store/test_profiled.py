@@ -1,4 +1,4 @@
-"""What `torch.profiler` sees of a store: its waits, and its moves where it looks at all threads."""
+"""`torch.profiler` sees a store's waits, and its moves if it profiles all threads."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def away(store: TierStore, count: int) -> list[str]:
 
 
 def ranges(profiler: profile) -> Counter[str]:
-    """How often a profiler saw each range of ours."""
+    """Return how often a profiler saw each range of ours."""
     names = (event.name for event in profiler.events())
     return Counter(name for name in names if name.startswith("tierstore: "))
 
 
-def test_a_profiler_sees_each_wait_once(disk_dir: Path) -> None:
+def test_profiler_sees_each_wait_once(disk_dir: Path) -> None:
     with open_store(disk_dir, 12 * PAGE) as store:
         keys = away(store, 8)
         before = store.stats()
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             for key in keys * 3:
                 store.get(key)
-                store.get(key)  # a hit: nobody waits
+                store.get(key)  # a hit: no wait
         stats = store.stats()
     waited = stats.late + stats.misses - before.late - before.misses
     seen = ranges(profiler)
@@ -60,7 +60,7 @@ def test_a_profiler_sees_each_wait_once(disk_dir: Path) -> None:
     assert set(seen) <= {f"tierstore: wait {key}" for key in keys}
 
 
-def test_a_wait_is_as_long_as_the_stall(disk_dir: Path) -> None:
+def test_profiler_range_is_as_long_as_the_stall(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         [key] = away(store, 1)
         with (
@@ -78,7 +78,7 @@ def test_a_wait_is_as_long_as_the_stall(disk_dir: Path) -> None:
     assert wait.time_range.end <= step.time_range.end
 
 
-def test_a_profiler_of_all_threads_sees_the_moves(disk_dir: Path) -> None:
+def test_profiler_of_all_threads_sees_the_moves(disk_dir: Path) -> None:
     config = torch._C._profiler._ExperimentalConfig
     try:
         everything = config(profile_all_threads=True)
@@ -100,7 +100,7 @@ def test_a_profiler_of_all_threads_sees_the_moves(disk_dir: Path) -> None:
 
 
 @needs_accelerator
-def test_copies_to_a_device_are_seen_where_their_caller_queues_them(disk_dir: Path) -> None:
+def test_profiler_sees_device_copies_on_the_queuing_thread(disk_dir: Path) -> None:
     with open_store(disk_dir, 16 * PAGE, device=ACCELERATOR) as store:
         store.put("key", pages(1, 2))
         store.get("key")
@@ -114,7 +114,7 @@ def test_copies_to_a_device_are_seen_where_their_caller_queues_them(disk_dir: Pa
     assert seen["tierstore: wait key"] + seen["tierstore: to device key"] >= 1
 
 
-def test_a_wait_that_fails_ends_its_range(disk_dir: Path) -> None:
+def test_failed_wait_ends_its_range(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         [key] = away(store, 1)
         slow = system_call("preadv", before=lambda: time.sleep(0.2))
@@ -132,14 +132,14 @@ def test_a_wait_that_fails_ends_its_range(disk_dir: Path) -> None:
     assert ranges(profiler).total() == 1
 
 
-def test_without_a_profiler_nothing_is_made() -> None:
+def test_unprofiled_run_creates_no_ranges() -> None:
     assert ranged("wait", "a") is ranged("read", "b")
     with profile(activities=[ProfilerActivity.CPU]):
         assert isinstance(ranged("wait", "a"), record_function)
     assert ranged("wait", "a") is ranged("read", "b")
 
 
-def test_threads_that_nobody_profiles_wait_as_ever(disk_dir: Path) -> None:
+def test_unprofiled_threads_wait_as_before(disk_dir: Path) -> None:
     with open_store(disk_dir, 16 * PAGE) as store:
         keys = away(store, 8)
         barrier = threading.Barrier(2)

@@ -27,17 +27,17 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bars that do not wait to see whether it takes long."""
-    monkeypatch.setattr(progress, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "DELAY_SECONDS", 0.0)
 
 
-def test_the_items_come_through_in_order() -> None:
+def test_progress_yields_the_items_in_order() -> None:
     terminal = Terminal()
     with redirect_stderr(terminal):
         assert list(progress.bar(range(5), "Counting", "groups")) == list(range(5))
     assert terminal.getvalue() == "", "it was quick"
 
 
-def test_what_takes_long_is_shown(at_once: None) -> None:
+def test_progress_of_long_work_is_shown(at_once: None) -> None:
     terminal = Terminal()
     before = threading.enumerate()
     with redirect_stderr(terminal):
@@ -48,7 +48,7 @@ def test_what_takes_long_is_shown(at_once: None) -> None:
     assert threading.enumerate() == before, "a bar started a thread"
 
 
-def test_a_variable_of_the_environment_turns_bars_off(
+def test_progress_is_disabled_by_environment_variable(
     at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for value, shown in {"0": False, "off": False, "No ": False, "1": True, "": True}.items():
@@ -59,7 +59,7 @@ def test_a_variable_of_the_environment_turns_bars_off(
         assert ("Counting" in terminal.getvalue()) is shown, value
 
 
-def test_of_two_bars_the_one_that_was_first_is_drawn(at_once: None) -> None:
+def test_progress_of_two_bars_draws_the_first(at_once: None) -> None:
     outer, terminal = Terminal(), Terminal()
     with redirect_stderr(outer):
         for _ in progress.bar(range(2), "Reading files", "files"):
@@ -76,7 +76,7 @@ def test_of_two_bars_the_one_that_was_first_is_drawn(at_once: None) -> None:
     assert "Once more" in terminal.getvalue(), "the screen was not given back"
 
 
-def test_a_loop_that_is_left_gives_the_screen_back(at_once: None) -> None:
+def test_progress_loop_left_early_restores_the_screen(at_once: None) -> None:
     terminal = Terminal()
     with redirect_stderr(terminal):
         with pytest.raises(ValueError, match="enough"):
@@ -92,9 +92,9 @@ def test_a_loop_that_is_left_gives_the_screen_back(at_once: None) -> None:
     assert all(doing in terminal.getvalue() for doing in ("Counting", "Reading", "Once more"))
 
 
-def test_many_threads_add_up(at_once: None) -> None:
+def test_progress_of_many_threads_adds_up(at_once: None) -> None:
     terminal = Terminal()
-    with redirect_stderr(terminal), progress.byte_bar("Reading", 4000, at_once=True) as advance:
+    with redirect_stderr(terminal), progress.byte_bar("Reading", 4000, immediately=True) as advance:
 
         def add() -> None:
             for _ in range(1000):
@@ -106,7 +106,7 @@ def test_many_threads_add_up(at_once: None) -> None:
     assert "3.9/3.9 KiB" in terminal.getvalue()
 
 
-def test_what_is_said_is_no_markup_and_no_template(at_once: None) -> None:
+def test_progress_text_is_neither_markup_nor_template(at_once: None) -> None:
     terminal = Terminal()
     with redirect_stderr(terminal):
         list(progress.bar(range(2), "s3://[red]{0}", "files"))
@@ -114,7 +114,7 @@ def test_what_is_said_is_no_markup_and_no_template(at_once: None) -> None:
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
-def test_a_bar_keeps_to_one_line(
+def test_progress_bar_keeps_to_one_line(
     columns: int, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -127,7 +127,7 @@ def test_a_bar_keeps_to_one_line(
     assert "123.0/123.0 GiB" in terminal.getvalue()
 
 
-def test_an_error_stream_that_is_gone_is_no_terminal(at_once: None) -> None:
+def test_progress_with_closed_stderr_draws_nothing(at_once: None) -> None:
     closed = io.StringIO()
     closed.close()
     for stream in (None, closed, object()):
@@ -135,7 +135,7 @@ def test_an_error_stream_that_is_gone_is_no_terminal(at_once: None) -> None:
             assert list(progress.bar(range(3), "Counting", "groups")) == [0, 1, 2]
 
 
-def test_nothing_is_shown_without_a_terminal(at_once: None) -> None:
+def test_progress_without_a_terminal_draws_nothing(at_once: None) -> None:
     shown = io.StringIO()
     with redirect_stderr(shown):
         for _ in progress.bar(range(3), "Counting", "groups"):
@@ -143,7 +143,7 @@ def test_nothing_is_shown_without_a_terminal(at_once: None) -> None:
     assert shown.getvalue() == ""
 
 
-def test_flushing_registering_and_opening_have_a_bar(
+def test_flush_register_and_open_show_progress(
     disk_dir: Path, tmp_path: Path, at_once: None
 ) -> None:
     terminal = Terminal()
@@ -153,19 +153,19 @@ def test_flushing_registering_and_opening_have_a_bar(
     with redirect_stderr(terminal), open_store(disk_dir) as store:
         store.put("key", pages(1))
         store.flush()
-        assert "Writing what is not on disk" in terminal.getvalue()
+        assert "Writing to disk" in terminal.getvalue()
         store.register_checkpoint(tmp_path / "model")
         assert "Reading headers" in terminal.getvalue()
     with redirect_stderr(terminal), open_store(disk_dir):
-        assert "Looking at what is stored" in terminal.getvalue()
+        assert "Reading stored groups" in terminal.getvalue()
 
 
-def test_training_and_exporting_have_a_bar(tmp_path: Path, at_once: None) -> None:
+def test_training_and_export_show_progress(tmp_path: Path, at_once: None) -> None:
     shown = Terminal()
     with redirect_stderr(shown), open_store(tmp_path / "store", 8 << 20) as store:
         model = OffloadModel(torch.nn.Linear(64, 64), store)
         export_safetensors(tmp_path / "exported", model)
         model.disable()
-    for doing in ("Taking parameters", "Exporting to", "Giving parameters back"):
+    for doing in ("Storing parameters", "Exporting to", "Restoring parameters"):
         assert doing in shown.getvalue()
     assert "16.2/16.2 KiB" in shown.getvalue(), "all of it was told of"

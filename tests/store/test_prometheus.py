@@ -1,4 +1,4 @@
-"""What Prometheus is told is what the store says."""
+"""Prometheus gets the store's own figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def registry() -> CollectorRegistry:
     return CollectorRegistry(auto_describe=True)
 
 
-def test_every_number_is_the_one_of_the_store(disk_dir: Path, registry: CollectorRegistry) -> None:
+def test_metrics_equal_the_stores_figures(disk_dir: Path, registry: CollectorRegistry) -> None:
     with open_store(disk_dir) as store:
         registry.register(StoreCollector({"main": store}))
         store.put("key", pages(1, 2))
@@ -45,7 +45,7 @@ def test_every_number_is_the_one_of_the_store(disk_dir: Path, registry: Collecto
         assert value("budget_bytes", tier="DISK") is None, "it has no limit"
 
 
-def test_it_looks_anew_each_time(disk_dir: Path, registry: CollectorRegistry) -> None:
+def test_metrics_are_sampled_on_each_scrape(disk_dir: Path, registry: CollectorRegistry) -> None:
     with open_store(disk_dir) as store:
         registry.register(StoreCollector({"main": store}))
         labels = {"store": "main", "tier": "HOST"}
@@ -54,7 +54,9 @@ def test_it_looks_anew_each_time(disk_dir: Path, registry: CollectorRegistry) ->
         assert registry.get_sample_value("tierstore_used_bytes", labels) == PAGE
 
 
-def test_several_stores_share_the_families(tmp_path: Path, registry: CollectorRegistry) -> None:
+def test_metrics_of_several_stores_share_families(
+    tmp_path: Path, registry: CollectorRegistry
+) -> None:
     with open_store(tmp_path / "a") as one, open_store(tmp_path / "b") as other:
         stores = {"one": one}
         registry.register(StoreCollector(stores))

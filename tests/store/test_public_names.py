@@ -1,4 +1,4 @@
-"""What the package shows of itself: its public names, before and after anything is imported."""
+"""The public names of the package, before and after anything is imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(code: str) -> str:
-    """What a fresh Python prints, which imports the package from here."""
+    """Return the output of a fresh Python that imports the package from here."""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
@@ -22,7 +22,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
-def test_dir_shows_the_public_names_and_nothing_else() -> None:
+def test_dir_lists_exactly_the_public_names() -> None:
     import tierstore.cli.commands
     import tierstore.plan.planner  # submodules become attributes of the package
 
@@ -32,13 +32,13 @@ def test_dir_shows_the_public_names_and_nothing_else() -> None:
 
 
 @pytest.mark.full("imports torch, or all that adapters need")
-def test_every_name_is_there_when_it_is_asked_for() -> None:
+def test_public_names_are_importable() -> None:
     assert [name for name in dir(tierstore) if not hasattr(tierstore, name)] == []
     assert not hasattr(tierstore, "no_such_name")
 
 
 @pytest.mark.full("imports torch, or all that adapters need")
-def test_all_names_come_with_a_star() -> None:
+def test_star_import_gives_all_names() -> None:
     code = (
         "before = set(globals())\n"
         "from tierstore import *\n"
@@ -47,7 +47,7 @@ def test_all_names_come_with_a_star() -> None:
     assert run(code).split() == sorted(tierstore.__all__)
 
 
-def test_to_look_at_the_names_imports_nothing_large() -> None:
+def test_listing_names_imports_nothing_large() -> None:
     code = (
         "import sys, tierstore\n"
         "dir(tierstore), tierstore.__version__, tierstore.errors.BudgetError\n"

@@ -1,4 +1,7 @@
-"""What is put comes back: any dtype, shape, stride and tie, from every tier and in a new store."""
+"""Values come back as they were put.
+
+Any dtype, shape, stride and tie, from every tier and in a new store.
+"""
 
 from __future__ import annotations
 
@@ -137,24 +140,24 @@ def on(device: str, group: Group) -> Group:
 
 @on_both
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_dtype(name: str, device: str, disk_dir: Path) -> None:
+def test_every_dtype_comes_back(name: str, device: str, disk_dir: Path) -> None:
     expected = random_tensor(DTYPES[name], 3, 50)
     assert_comes_back(open_store(disk_dir, device=device), on(device, expected), expected)
 
 
-def test_no_dtype_of_safetensors_is_missing() -> None:
+def test_every_dtype_of_safetensors_is_covered() -> None:
     assert set(DTYPES.values()) >= set(safetensors.torch._TYPES.values())
 
 
 @on_both
 @pytest.mark.parametrize("name", SHAPES)
-def test_every_shape_and_stride(name: str, device: str, disk_dir: Path) -> None:
+def test_every_shape_and_stride_comes_back(name: str, device: str, disk_dir: Path) -> None:
     expected = SHAPES[name]()
     assert_comes_back(open_store(disk_dir, device=device), on(device, expected), expected)
 
 
 @pytest.mark.parametrize("view", ["conj", "neg", "conj of a slice"])
-def test_conjugated_and_negated_views_come_back_as_their_values(view: str, disk_dir: Path) -> None:
+def test_conjugated_and_negated_views_come_back_as_values(view: str, disk_dir: Path) -> None:
     plain = complexes(2, 3)
     seen = {"conj": plain.conj(), "neg": plain.conj().imag, "conj of a slice": plain[:, 1:].conj()}
     group = seen[view]
@@ -169,7 +172,7 @@ def test_conjugated_and_negated_views_come_back_as_their_values(view: str, disk_
         assert store.stats().bytes_read > 0
 
 
-def test_the_caller_owns_what_get_returns(disk_dir: Path) -> None:
+def test_get_returns_tensors_the_caller_owns(disk_dir: Path) -> None:
     mine = pages(1)
     with open_store(disk_dir) as store:
         store.put("key", mine)
@@ -222,7 +225,7 @@ def assert_tied(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.
 
 @on_both
 @pytest.mark.parametrize("place", ["memory", "disk", "a new store"])
-def test_tied_tensors_are_still_tied(place: str, device: str, disk_dir: Path) -> None:
+def test_tied_tensors_stay_tied(place: str, device: str, disk_dir: Path) -> None:
     store = open_store(disk_dir, device=device)
     store.put("key", tied_group())
     if place == "disk":
@@ -240,7 +243,7 @@ def test_tied_tensors_are_still_tied(place: str, device: str, disk_dir: Path) ->
     store.close()
 
 
-def test_what_is_tied_takes_its_room_once(disk_dir: Path) -> None:
+def test_tied_tensors_take_space_once(disk_dir: Path) -> None:
     base = pages(1, 10)
     with open_store(disk_dir, ram=16 * PAGE) as store:
         store.put("tied", {"a": base, "b": base[:500], "c": base.view(-1, 8).t()})
@@ -249,7 +252,7 @@ def test_what_is_tied_takes_its_room_once(disk_dir: Path) -> None:
         assert object_file(disk_dir, "tied").stat().st_size < 12 * PAGE
 
 
-def test_an_expanded_tensor_takes_only_the_room_of_its_elements(disk_dir: Path) -> None:
+def test_expanded_tensor_takes_the_space_of_its_elements(disk_dir: Path) -> None:
     with open_store(disk_dir, ram=4 * PAGE) as store:
         store.put("key", torch.ones(4, 1).expand(4, 1 << 20))
         assert store.stats().used_bytes["HOST"] == PAGE
@@ -308,7 +311,7 @@ def push_aside(store: TierStore, number: int) -> None:
         store.put("other", pages(number, 6), durable=False)
 
 
-def test_readers_see_the_old_group_or_the_new_one(disk_dir: Path) -> None:
+def test_readers_see_the_old_or_the_new_group(disk_dir: Path) -> None:
     with open_store(disk_dir, ram=14 * PAGE) as store:
         witnesses = replaced_under_readers(store, lambda n: store.put("key", version(n)))
         assert all(witness.torn == [] for witness in witnesses)
@@ -320,7 +323,7 @@ def test_readers_see_the_old_group_or_the_new_one(disk_dir: Path) -> None:
         assert_group(again.get("key"), version(VERSIONS - 1))
 
 
-def test_the_readers_would_notice_a_mix(disk_dir: Path) -> None:
+def test_readers_would_notice_a_mix(disk_dir: Path) -> None:
     """The control: a writer that overwrites the group where it lies is caught."""
     store = open_store(disk_dir, ram=14 * PAGE)
 
@@ -337,7 +340,7 @@ def test_the_readers_would_notice_a_mix(disk_dir: Path) -> None:
     store.close()
 
 
-def test_who_holds_the_old_group_keeps_it(disk_dir: Path) -> None:
+def test_lease_of_the_old_group_keeps_it(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         with store.acquire("key") as old:
@@ -367,7 +370,7 @@ def slow_fill(store: TierStore, name: str) -> tuple[threading.Event, threading.E
 
 
 @pytest.mark.parametrize("meanwhile", ["put and flush", "discard"])
-def test_a_slow_put_that_others_overtake_is_not_lost(meanwhile: str, disk_dir: Path) -> None:
+def test_slow_put_overtaken_by_others_is_not_lost(meanwhile: str, disk_dir: Path) -> None:
     """Disk and memory agree about which of two puts at the same time was the last."""
     store = open_store(disk_dir)
     store.put("key", pages(0))
@@ -393,7 +396,7 @@ def test_a_slow_put_that_others_overtake_is_not_lost(meanwhile: str, disk_dir: P
     store.close()
 
 
-# What outlives the process -----------------------------------------------------------------------
+# Durability --------------------------------------------------------------------------------------
 
 DIES = """
 import os, signal, sys
@@ -422,7 +425,7 @@ def lasting() -> dict[str, Group]:
     }
 
 
-def test_what_was_flushed_survives_a_kill(disk_dir: Path) -> None:
+def test_flushed_group_survives_a_kill(disk_dir: Path) -> None:
     done = run_python("-c", DIES, disk_dir)
     assert (done.stdout, done.returncode) == ("flushed\n", -signal.SIGKILL), done.stderr
     with open_store(disk_dir) as store:
@@ -446,7 +449,7 @@ def test_object_files_load_with_plain_safetensors(name: str, disk_dir: Path) -> 
     assert_group(loaded, tensors)
 
 
-def test_strided_tensors_are_in_the_file_as_bytes_and_never_as_what_they_are_not(
+def test_strided_tensors_are_stored_as_raw_bytes(
     disk_dir: Path,
 ) -> None:
     with open_store(disk_dir) as store:
@@ -459,7 +462,7 @@ def test_strided_tensors_are_in_the_file_as_bytes_and_never_as_what_they_are_not
 
 
 @on_both
-def test_what_is_not_durable_leaves_no_file(device: str, disk_dir: Path) -> None:
+def test_ephemeral_group_leaves_no_file(device: str, disk_dir: Path) -> None:
     store = open_store(disk_dir, device=device)
     nothing = files_below(disk_dir)
     store.put("fleeting", pages(5, 3), durable=False)
@@ -476,7 +479,7 @@ def test_what_is_not_durable_leaves_no_file(device: str, disk_dir: Path) -> None
     store.close()
 
 
-def test_a_durable_group_does_leave_a_file(disk_dir: Path) -> None:
+def test_durable_group_leaves_a_file(disk_dir: Path) -> None:
     """The control for the test above."""
     with open_store(disk_dir) as store:
         nothing = files_below(disk_dir)
@@ -485,7 +488,7 @@ def test_a_durable_group_does_leave_a_file(disk_dir: Path) -> None:
         assert files_below(disk_dir) > nothing
 
 
-def test_a_group_that_stops_being_durable_is_gone_from_the_next_store(disk_dir: Path) -> None:
+def test_group_made_ephemeral_is_gone_after_reopening(disk_dir: Path) -> None:
     store = open_store(disk_dir)
     store.put("key", pages(1))
     store.flush()
@@ -519,7 +522,7 @@ KEYS = {
 }
 
 
-def test_keys_of_every_kind(disk_dir: Path) -> None:
+def test_keys_of_every_kind_work(disk_dir: Path) -> None:
     expected = {key: pages(i) for i, key in enumerate(KEYS.values())}
     store = open_store(disk_dir)
     for key, tensor in expected.items():
@@ -551,7 +554,7 @@ def test_keys_of_every_kind(disk_dir: Path) -> None:
         (b"key", TypeError),
     ],
 )
-def test_keys_that_cannot_be(key: object, error: type[Exception], disk_dir: Path) -> None:
+def test_invalid_keys_raise(key: object, error: type[Exception], disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         with pytest.raises(error):
             store.put(key, pages(1))
@@ -599,7 +602,7 @@ def test_any_group_comes_back(group: Group, tmp_path_factory: pytest.TempPathFac
 
 @needs_accelerator
 @pytest.mark.two_devices
-def test_groups_are_put_from_and_come_back_to_the_accelerator(disk_dir: Path) -> None:
+def test_device_groups_are_put_and_come_back(disk_dir: Path) -> None:
     with open_store(disk_dir, device=ACCELERATOR) as store:
         store.put("key", {"here": pages(1).to(ACCELERATOR), "there": pages(2).to(DEVICE_1)})
         store.put("host", pages(3))
@@ -614,7 +617,7 @@ def test_groups_are_put_from_and_come_back_to_the_accelerator(disk_dir: Path) ->
 
 
 @needs_accelerator
-def test_what_was_updated_on_the_accelerator_is_what_comes_back(disk_dir: Path) -> None:
+def test_device_update_is_read_back(disk_dir: Path) -> None:
     store = open_store(disk_dir, device=ACCELERATOR)
     store.put("key", pages(1))
     for step in range(2, 5):
@@ -632,9 +635,7 @@ def test_what_was_updated_on_the_accelerator_is_what_comes_back(disk_dir: Path) 
 
 @pytest.mark.pretend_only("late")
 @pytest.mark.parametrize("change", ["queued", "none"])
-def test_an_update_that_has_only_been_queued_is_saved(
-    change: str, late_pretend: Any, disk_dir: Path
-) -> None:
+def test_queued_update_is_saved(change: str, late_pretend: Any, disk_dir: Path) -> None:
     """The way back to the host waits for the way there, and for the last user's stream."""
     store = open_store(disk_dir, device=ACCELERATOR)
     store.put("key", pages(1))
@@ -651,9 +652,7 @@ def test_an_update_that_has_only_been_queued_is_saved(
 
 @pytest.mark.pretend_only("late")
 @pytest.mark.parametrize("way", ["acquire", "get"])
-def test_a_side_stream_waits_for_what_it_acquires(
-    way: str, late_pretend: Any, disk_dir: Path
-) -> None:
+def test_side_stream_waits_for_its_acquire(way: str, late_pretend: Any, disk_dir: Path) -> None:
     with open_store(disk_dir, device=ACCELERATOR) as store:
         store.put("key", pages(3))
         with torch.Stream(device=DEVICE_0):
@@ -666,9 +665,7 @@ def test_a_side_stream_waits_for_what_it_acquires(
 
 
 @pytest.mark.pretend_only("late")
-def test_without_that_wait_the_accelerator_reads_what_is_not_there(
-    late_pretend: Any, disk_dir: Path
-) -> None:
+def test_side_stream_without_the_wait_reads_garbage(late_pretend: Any, disk_dir: Path) -> None:
     """The control for the test above."""
     with open_store(disk_dir, device=ACCELERATOR) as store:
         core_of(store).order_after_arrival = lambda entry, stream: None
@@ -693,9 +690,7 @@ def read_late(store: TierStore) -> torch.Tensor:
 
 
 @pytest.mark.pretend_only("late")
-def test_memory_is_not_used_again_before_its_last_reader_is_done(
-    late_pretend: Any, disk_dir: Path
-) -> None:
+def test_memory_is_reused_after_its_last_reader(late_pretend: Any, disk_dir: Path) -> None:
     with open_store(disk_dir, device=ACCELERATOR, device_budget=4 * PAGE) as store:
         store.put("first", pages(1, 4))
         store.put("second", pages(2, 4))
@@ -703,9 +698,7 @@ def test_memory_is_not_used_again_before_its_last_reader_is_done(
 
 
 @pytest.mark.pretend_only("late")
-def test_without_the_guard_on_releases_a_late_reader_reads_something_else(
-    late_pretend: Any, disk_dir: Path
-) -> None:
+def test_memory_without_release_guard_is_read_late(late_pretend: Any, disk_dir: Path) -> None:
     """The control for the test above."""
     with open_store(disk_dir, device=ACCELERATOR, device_budget=4 * PAGE) as store:
         core_of(store).tiers.device.used_on = lambda entry, event: None

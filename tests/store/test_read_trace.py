@@ -23,7 +23,7 @@ Document = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Document:
-    """What a store wrote."""
+    """Return the trace that a store wrote."""
     directory = tmp_path_factory.mktemp("written")
     with open_store(directory / "store") as store:
         store.put("a", pages(1, 2))
@@ -35,7 +35,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Document:
     return document
 
 
-def test_what_was_written_is_read(written: Document, tmp_path: Path) -> None:
+def test_trace_written_is_read_back(written: Document, tmp_path: Path) -> None:
     path = tmp_path / "trace.json.gz"
     save(written, path)
     assert path.read_bytes().startswith(b"\x1f\x8b")
@@ -129,7 +129,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_is_refused(damage: str, written: Document, tmp_path: Path) -> None:
+def test_damaged_trace_raises(damage: str, written: Document, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(written))
     read_trace(path)  # it is sound before
@@ -148,7 +148,7 @@ def test_damage_is_refused(damage: str, written: Document, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"null", b"[", b"\xff\xfe", b"1e999999", b"[" * 10**5]
 )
-def test_what_is_no_json_document_is_refused(content: bytes, tmp_path: Path) -> None:
+def test_trace_that_is_no_json_raises(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "trace.json").write_bytes(content)
     with pytest.raises(InvalidTraceError):
         read_trace(tmp_path / "trace.json")
@@ -156,7 +156,7 @@ def test_what_is_no_json_document_is_refused(content: bytes, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.99])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_file_cut_short_is_refused(
+def test_truncated_trace_raises(
     part: float, packed: bool, written: Document, tmp_path: Path
 ) -> None:
     raw = json.dumps(written).encode()
@@ -168,19 +168,19 @@ def test_a_file_cut_short_is_refused(
         read_trace(tmp_path / "trace")
 
 
-def test_a_flipped_bit_in_a_packed_file_is_refused(written: Document, tmp_path: Path) -> None:
+def test_packed_trace_with_a_flipped_bit_raises(written: Document, tmp_path: Path) -> None:
     raw = gzip.compress(json.dumps(written).encode())
     (tmp_path / "trace.json.gz").write_bytes(with_flipped_bit(raw, len(raw) // 2))
     with pytest.raises(InvalidTraceError):
         read_trace(tmp_path / "trace.json.gz")
 
 
-def test_a_missing_file_is_an_error_of_the_system(tmp_path: Path) -> None:
+def test_missing_trace_raises_os_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_trace(tmp_path / "trace.json")
 
 
-def test_events_of_others_are_left_alone(written: Document, tmp_path: Path) -> None:
+def test_foreign_events_are_ignored(written: Document, tmp_path: Path) -> None:
     others = [
         {"ph": "X", "cat": "cpu_op", "name": "aten::add", "pid": 1, "tid": 1, "ts": -5.5},
         {"ph": "C", "name": "HOST used", "pid": 1, "ts": 1},
@@ -196,7 +196,7 @@ def test_events_of_others_are_left_alone(written: Document, tmp_path: Path) -> N
     assert others[0] in document["traceEvents"]
 
 
-def test_merging_moves_times_onto_the_clock_of_the_other(written: Document) -> None:
+def test_merged_times_follow_the_other_traces_clock(written: Document) -> None:
     base = written["baseTimeNanoseconds"]
     profile = {"baseTimeNanoseconds": base - 3_000_000, "traceEvents": []}
     document = merged(written, profile)
@@ -205,9 +205,7 @@ def test_merging_moves_times_onto_the_clock_of_the_other(written: Document) -> N
     assert [e["ts"] for e in document["traceEvents"] if "ts" in e] == [at + 3_000 for at in before]
 
 
-def test_a_trace_from_before_a_figure_was_told_can_be_read(
-    written: Document, tmp_path: Path
-) -> None:
+def test_trace_of_an_older_version_is_readable(written: Document, tmp_path: Path) -> None:
     older = json.loads(json.dumps(written))
     del older["tierstore"]["stats"]["reserved_bytes"]
     path = tmp_path / "old.json"

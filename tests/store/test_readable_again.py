@@ -1,4 +1,4 @@
-"""What is put can be read again; who is cancelled, refused or too late leaves all as it was."""
+"""Groups are readable after a put; a call cancelled, refused or too late changes nothing."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def many(count: int, length: int = 80) -> dict[str, torch.Tensor]:
     return {f"{'x' * length}{i}": torch.full((1,), float(i)) for i in range(count)}
 
 
-def test_a_group_whose_names_fill_more_than_a_header_is_refused(disk_dir: Path) -> None:
+def test_group_names_larger_than_a_header_raise(disk_dir: Path) -> None:
     length = MAX_HEADER_BYTES // 20  # a header has each name four times
     with open_store(disk_dir, "1GiB") as store:
         store.put("k", many(2, length))
@@ -46,7 +46,7 @@ def test_a_group_whose_names_fill_more_than_a_header_is_refused(disk_dir: Path) 
     [torch.zeros([1] * 65), torch.zeros(2**61, 0), torch.zeros(1).expand(2**61, 2)],
     ids=["rank", "product before a zero", "expanded"],
 )
-def test_a_shape_that_no_file_may_have_is_refused(tensor: torch.Tensor, disk_dir: Path) -> None:
+def test_shape_no_file_may_have_raises(tensor: torch.Tensor, disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("k", pages(1))
         with pytest.raises(ValueError, match="could not be read again"):
@@ -56,9 +56,7 @@ def test_a_shape_that_no_file_may_have_is_refused(tensor: torch.Tensor, disk_dir
         assert_group(store.get("k"), pages(1))
 
 
-def test_a_changed_group_of_a_checkpoint_that_no_header_can_list_is_told_of(
-    tmp_path: Path, disk_dir: Path
-) -> None:
+def test_changed_checkpoint_group_without_header_raises(tmp_path: Path, disk_dir: Path) -> None:
     """It is not lost: the checkpoint's own is there as before."""
     tensors = many(10, MAX_HEADER_BYTES // 20)  # that file has each name only once
     save_file(tensors, tmp_path / "c.safetensors")
@@ -74,7 +72,7 @@ def test_a_changed_group_of_a_checkpoint_that_no_header_can_list_is_told_of(
         assert "all" not in store
 
 
-def test_a_tensor_that_is_named_twice_is_refused(tmp_path: Path, disk_dir: Path) -> None:
+def test_tensor_named_twice_raises(tmp_path: Path, disk_dir: Path) -> None:
     save_file({"a": pages(1)}, tmp_path / "c.safetensors")
     with open_store(disk_dir) as store:
         with pytest.raises(ValueError, match="twice"):
@@ -82,7 +80,7 @@ def test_a_tensor_that_is_named_twice_is_refused(tmp_path: Path, disk_dir: Path)
         assert not store.keys()
 
 
-def test_numpy_arrays_that_begin_at_one_address_are_tied(disk_dir: Path) -> None:
+def test_numpy_arrays_at_one_address_are_tied(disk_dir: Path) -> None:
     whole = np.arange(8, dtype=np.float32)
     tied = {"short": torch.from_numpy(whole[:4]), "whole": torch.from_numpy(whole)}
     with open_store(disk_dir) as store:
@@ -97,7 +95,7 @@ def test_numpy_arrays_that_begin_at_one_address_are_tied(disk_dir: Path) -> None
 # --- cancelled ------------------------------------------------------------------------------------
 
 
-def test_who_is_cancelled_while_it_is_copied_has_its_tensor_back_when_it_is_told(
+def test_cancelled_copy_returns_its_tensor(
     disk_dir: Path,
 ) -> None:
     copying, go_on = threading.Event(), threading.Event()
@@ -129,7 +127,7 @@ def test_who_is_cancelled_while_it_is_copied_has_its_tensor_back_when_it_is_told
         assert_at_rest(store)
 
 
-def test_a_get_needs_none_of_the_threads_that_wait_for_who_gets(disk_dir: Path) -> None:
+def test_get_needs_no_waiting_thread(disk_dir: Path) -> None:
     async def main(store: TierStore) -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(2))
         with await store.aacquire("a", Access.UPDATE):
@@ -146,7 +144,7 @@ def test_a_get_needs_none_of_the_threads_that_wait_for_who_gets(disk_dir: Path) 
         asyncio.run(main(store))
 
 
-def test_a_discard_never_makes_an_event_loop_wait(
+def test_discard_never_blocks_an_event_loop(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main(store: TierStore, gate: Gate) -> None:
@@ -171,7 +169,7 @@ def test_a_discard_never_makes_an_event_loop_wait(
 # --- names of the store's own ---------------------------------------------------------------------
 
 
-def test_nobody_can_put_what_saved_activations_are_called(disk_dir: Path) -> None:
+def test_reserved_activation_keys_cannot_be_put(disk_dir: Path) -> None:
     with open_store(disk_dir, "4MiB") as store:
         with pytest.raises(ValueError, match="another key"):
             store.put("activation/000000", pages(1))
@@ -187,7 +185,7 @@ def test_nobody_can_put_what_saved_activations_are_called(disk_dir: Path) -> Non
 # --- opening and the process ----------------------------------------------------------------------
 
 
-def test_a_store_that_could_not_be_opened_leaves_its_directory_to_others(disk_dir: Path) -> None:
+def test_failed_open_leaves_its_directory_to_others(disk_dir: Path) -> None:
     before = threading.active_count()
     with pytest.raises((RuntimeError, ValueError)):
         TierStore("1MiB", disk_dir, device="xpu:0", device_budget=1 << 20)
@@ -196,14 +194,17 @@ def test_a_store_that_could_not_be_opened_leaves_its_directory_to_others(disk_di
     assert threading.active_count() == before
 
 
-def test_a_store_is_not_pickled_and_has_a_directory(disk_dir: Path) -> None:
-    with open_store(disk_dir) as store, pytest.raises(TypeError, match="open another one"):
+def test_store_has_a_directory_and_is_not_picklable(disk_dir: Path) -> None:
+    with (
+        open_store(disk_dir) as store,
+        pytest.raises(TypeError, match="cannot be sent to another process"),
+    ):
         pickle.dumps(store)
     with pytest.raises(ValueError, match="disk_dir is empty"):
         TierStore("1MiB", "", device="cpu")
 
 
-def test_weights_whose_first_write_failed_are_registered_once_it_works(disk_dir: Path) -> None:
+def test_weights_with_failed_write_register_on_retry(disk_dir: Path) -> None:
     weights = {"w": torch.arange(1024.0)}
     with open_store(disk_dir, "1MiB") as store:
         with system_call("pwrite", fails_with=errno.ENOSPC) as failed:
@@ -235,7 +236,7 @@ print("done")
 
 @pytest.mark.full("a process of its own for each limit", keep=["files"])
 @pytest.mark.parametrize("limit", ["files", "addresses"])
-def test_limits_of_the_process_leave_room_for_what_is_needed(limit: str, disk_dir: Path) -> None:
+def test_process_limits_leave_space_for_required_files(limit: str, disk_dir: Path) -> None:
     """Not for what is reserved in advance: 64 MiB of a spill file, eight times the addresses."""
     done = run_python("-c", LIMITED, limit, disk_dir, timeout=120)
     assert done.stdout == "done\n", done.stderr[-2000:]

@@ -1,4 +1,4 @@
-"""A lease that rests costs nobody anything: it is used again, or called in by who needs it."""
+"""A resting lease costs nothing: it is used again, or recalled when its space is needed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def acquires(store: TierStore) -> int:
 
 
 @on_both
-def test_it_is_used_again_without_another_acquire(device: str, disk_dir: Path) -> None:
+def test_resting_lease_is_reused_without_acquire(device: str, disk_dir: Path) -> None:
     with half_full(disk_dir, device) as store:
         lease = resting(store, "g0")
         seen = lease.tensor.data_ptr()
@@ -75,7 +75,7 @@ def test_it_is_used_again_without_another_acquire(device: str, disk_dir: Path) -
 
 
 @on_both
-def test_who_needs_its_room_gets_it(device: str, disk_dir: Path) -> None:
+def test_resting_lease_yields_its_space_on_demand(device: str, disk_dir: Path) -> None:
     with half_full(disk_dir, device) as store:
         leases = two_resting(store)
         with store.acquire("g2") as lease:
@@ -87,7 +87,7 @@ def test_who_needs_its_room_gets_it(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_while_it_is_used_nobody_gets_its_room(device: str, disk_dir: Path) -> None:
+def test_resting_lease_in_use_keeps_its_space(device: str, disk_dir: Path) -> None:
     """The control for the test above: there is no room beside both."""
     with half_full(disk_dir, device) as store:
         leases = two_resting(store)
@@ -114,7 +114,7 @@ def hold(store: TierStore) -> None:
 
 @on_both
 @pytest.mark.parametrize("act", [change, replace, hold])
-def test_whatever_would_wait_for_it_does_not(act: Any, device: str, disk_dir: Path) -> None:
+def test_resting_lease_does_not_delay_waiters(act: Any, device: str, disk_dir: Path) -> None:
     """Its own holder asks here: who holds a lease that is in use would be refused."""
     with half_full(disk_dir, device) as store:
         lease = resting(store, "g0")
@@ -125,7 +125,7 @@ def test_whatever_would_wait_for_it_does_not(act: Any, device: str, disk_dir: Pa
 
 
 @on_both
-def test_what_is_only_on_its_way_calls_nobody_in(device: str, disk_dir: Path) -> None:
+def test_resting_leases_are_not_recalled_for_arriving_groups(device: str, disk_dir: Path) -> None:
     with half_full(disk_dir, device) as store:
         store.offload("g0")
         store.offload("g1")
@@ -138,9 +138,7 @@ def test_what_is_only_on_its_way_calls_nobody_in(device: str, disk_dir: Path) ->
 
 
 @on_both
-def test_a_thread_that_waits_gets_it_at_once_and_nobody_keeps_one_meanwhile(
-    device: str, disk_dir: Path
-) -> None:
+def test_resting_lease_recalled_serves_a_waiter_at_once(device: str, disk_dir: Path) -> None:
     with half_full(disk_dir, device) as store:
         used, idle = store.acquire("g0"), store.acquire("g1")
         assert make_revocable(idle)
@@ -154,7 +152,7 @@ def test_a_thread_that_waits_gets_it_at_once_and_nobody_keeps_one_meanwhile(
         thread = threading.Thread(target=both)
         thread.start()
         assert got.wait(PATIENCE), "the room of what rests was there"
-        while not core_of(store).queue.anybody():
+        while not core_of(store).queue.has_waiters():
             assert thread.is_alive()
         assert not make_revocable(used), "somebody waits"
         assert not resume(idle)
@@ -164,20 +162,20 @@ def test_a_thread_that_waits_gets_it_at_once_and_nobody_keeps_one_meanwhile(
 
 
 @on_both
-def test_one_that_rests_can_be_released_and_lost(device: str, disk_dir: Path) -> None:
+def test_resting_lease_can_be_released_and_lost(device: str, disk_dir: Path) -> None:
     with half_full(disk_dir, device) as store:
         lease = resting(store, "g0")
         lease.release()
         assert not resume(lease)
         lost = resting(store, "g0")
-        with pytest.warns(ResourceWarning, match="lost"):
+        with pytest.warns(ResourceWarning, match="dropped"):
             assert lost.tensors
             del lost
         store.acquire("g0", Access.UPDATE).release()
 
 
 @on_both
-def test_only_what_is_read_rests(device: str, disk_dir: Path) -> None:
+def test_resting_is_for_read_leases_only(device: str, disk_dir: Path) -> None:
     with half_full(disk_dir, device) as store:
         with store.acquire("g0", Access.UPDATE) as lease:
             assert not make_revocable(lease)
@@ -218,7 +216,7 @@ class Reader(threading.Thread):
         time.sleep(0.001)  # others have their turn
 
 
-def test_threads_that_rest_see_nothing_change_while_they_read(disk_dir: Path) -> None:
+def test_resting_lease_reader_sees_no_change(disk_dir: Path) -> None:
     with half_full(disk_dir, "cpu") as store:
         done = threading.Event()
         reader = Reader(store, done)
@@ -238,7 +236,7 @@ def test_threads_that_rest_see_nothing_change_while_they_read(disk_dir: Path) ->
 
 @pytest.mark.pretend_only("late")
 @pytest.mark.parametrize("guarded", [True, False])
-def test_memory_of_what_is_called_in_waits_for_the_stream_that_used_it(
+def test_resting_lease_memory_waits_for_its_stream(
     guarded: bool, late_pretend: Any, disk_dir: Path
 ) -> None:
     """The download is queued on a stream of the holder's, and runs only when somebody waits.

@@ -22,29 +22,31 @@ pytestmark = pytest.mark.floor
 MIB = 1 << 20
 
 
-def does_not_tell(*_: Any) -> tuple[int, int]:
+def reports_nothing(*_: Any) -> tuple[int, int]:
     raise NotImplementedError("the backend does not know")
 
 
 @pytest.fixture(params=[True, False], ids=["torch has no such function", "torch does not know"])
-def told_by_the_device_only(
+def reported_by_the_device_only(
     request: pytest.FixtureRequest, pretend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
-    """torch.accelerator tells since 2.10, and not of all devices. The pretend device, to be told
-    what to tell."""
+    """Replace torch.accelerator, which reports memory since 2.10 only, and not for all devices.
+
+    The pretend device gets the given answers.
+    """
     if request.param:
         monkeypatch.delattr(torch.accelerator, "get_memory_info")
     else:
-        monkeypatch.setattr(torch.accelerator, "get_memory_info", does_not_tell)
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", reports_nothing)
     yield pretend
     pretend.set_memory_info(None)
 
 
 @pytest.mark.pretend_only("limits")
-def test_device_memory_is_asked_of_the_device_s_module_where_torch_does_not_tell(
-    told_by_the_device_only: Any, tmp_path: Path
+def test_device_module_is_asked_where_torch_has_no_size(
+    reported_by_the_device_only: Any, tmp_path: Path
 ) -> None:
-    told_by_the_device_only.set_memory_info((6 * MIB, 8 * MIB), index=1)
+    reported_by_the_device_only.set_memory_info((6 * MIB, 8 * MIB), index=1)
     device = torch.device(ACCELERATOR, 1)
     assert device_memory(device) == (6 * MIB, 8 * MIB)
     budgets = resolve_budgets(device, MIB, "50%", None, tmp_path)
@@ -52,8 +54,8 @@ def test_device_memory_is_asked_of_the_device_s_module_where_torch_does_not_tell
 
 
 @pytest.mark.pretend_only("limits")
-def test_a_device_of_which_nothing_tells_needs_a_budget_in_bytes(
-    told_by_the_device_only: Any, tmp_path: Path
+def test_device_of_unknown_size_needs_a_budget_in_bytes(
+    reported_by_the_device_only: Any, tmp_path: Path
 ) -> None:
     device = torch.device(ACCELERATOR, 0)
     with pytest.raises(ValueError, match="pass device_budget in bytes") as caught:
@@ -67,16 +69,18 @@ def test_a_device_of_which_nothing_tells_needs_a_budget_in_bytes(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("device", ["cuda", "cuda:7", "mps", "xpu", torch.device("cuda", 0)])
-def test_an_accelerator_is_asked_for_where_there_is_none(device: Any, tmp_path: Path) -> None:
+def test_accelerator_absent_raises(device: Any, tmp_path: Path) -> None:
     run = run_fresh_with(tmp_path, f"TierStore('64MB', 'd', device={str(device)!r})")
     kind = str(device).partition(":")[0]
-    assert f"there is no {kind} device here: torch {torch.__version__} finds no accelerator" in run
-    assert "pass device='cpu', or leave device out" in run
+    assert (
+        f"this machine has no {kind} device: torch {torch.__version__} finds no accelerator" in run
+    )
+    assert "pass device='cpu', or omit device" in run
     assert not (tmp_path / "d").exists()
 
 
 def run_fresh_with(tmp_path: Path, call: str) -> str:
-    """What a call says that fails in a process without the pretended device."""
+    """Return the error of a call in a process without the pretend device."""
     program = tmp_path / "program.py"
     program.write_text(
         "from tierstore import TierStore; from tierstore.errors import DeviceError\n"
@@ -89,8 +93,8 @@ def run_fresh_with(tmp_path: Path, call: str) -> str:
 
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:x", ""])
-def test_what_is_no_device(device: str, tmp_path: Path) -> None:
-    with pytest.raises(DeviceError, match="no device") as caught:
+def test_device_malformed_raises(device: str, tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="not a device") as caught:
         TierStore("64MB", tmp_path / "store", device=device)
     assert isinstance(caught.value, ValueError) and isinstance(caught.value, RuntimeError)
     assert repr(device) in str(caught.value)
@@ -98,24 +102,24 @@ def test_what_is_no_device(device: str, tmp_path: Path) -> None:
 
 
 @needs_accelerator
-def test_one_device_more_than_there_are(tmp_path: Path) -> None:
+def test_device_index_beyond_the_last_raises(tmp_path: Path) -> None:
     count = torch.accelerator.device_count()
-    with pytest.raises(DeviceError, match=f"there is no {ACCELERATOR}:{count} here") as caught:
+    with pytest.raises(DeviceError, match=f"this machine has no {ACCELERATOR}:{count}:") as caught:
         TierStore("64MB", tmp_path / "store", device=f"{ACCELERATOR}:{count}", device_budget="1MB")
     assert f"{ACCELERATOR}:{count - 1}, cpu" in str(caught.value)
     assert resolve_device(f"{ACCELERATOR}:{count - 1}").index == count - 1
 
 
 @needs_accelerator
-def test_another_kind_of_device_than_there_is() -> None:
-    with pytest.raises(DeviceError, match=f"no xpu device here: pass one of {DEVICE_0}, "):
+def test_device_of_another_kind_raises() -> None:
+    with pytest.raises(DeviceError, match=f"no xpu device: pass one of {DEVICE_0}, "):
         resolve_device("xpu")
 
 
 # Budgets that cannot be ----------------------------------------------------------
 
 
-def test_more_host_memory_than_there_is_is_told(
+def test_ram_budget_above_the_machines_memory_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with TierStore("1MiB", tmp_path / "store", device="cpu"):

@@ -64,7 +64,7 @@ class Caller(threading.Thread):
             self.result = error
 
     def ended(self) -> Any:
-        """What it gave or raised, once it has ended."""
+        """Return its result or raise its error, once it has ended."""
         join(self)
         return self.result
 
@@ -76,17 +76,15 @@ def wait_for_a_request(store: TierStore) -> None:
 
 @pytest.fixture
 def must_be_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who waits looks by itself only after a long time."""
-    monkeypatch.setattr("tierstore.engine.request_loop.LOOK_AGAIN", 100 * PATIENCE)
+    """A waiter polls by itself only after a long time."""
+    monkeypatch.setattr("tierstore.engine.request_loop.POLL_SECONDS", 100 * PATIENCE)
 
 
 # Groups that change ------------------------------------------------------------------------------
 
 
 @on_both
-def test_a_group_made_on_disk_is_saved_to_the_place_that_is_shown(
-    device: str, disk_dir: Path
-) -> None:
+def test_group_created_on_disk_is_saved_where_it_is_shown(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         mutable(store).create_on_disk("key", {"a": pages(0)})
         shown = mutable(store).view_on_disk("key")["a"]
@@ -97,7 +95,7 @@ def test_a_group_made_on_disk_is_saved_to_the_place_that_is_shown(
 
 
 @on_both
-def test_groups_made_on_disk_count_against_the_disk_budget(device: str, disk_dir: Path) -> None:
+def test_groups_created_on_disk_count_against_the_budget(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device, disk_budget=8 * PAGE) as store:
         mutable(store).create_on_disk("a", {"a": pages(1, 5)})
         assert store.stats().used_bytes["DISK"] == 5 * PAGE
@@ -106,14 +104,14 @@ def test_groups_made_on_disk_count_against_the_disk_budget(device: str, disk_dir
         assert "b" not in store
 
 
-def test_a_key_that_exists_is_told_even_where_the_disk_has_no_room(disk_dir: Path) -> None:
+def test_existing_key_raises_even_on_a_full_disk(disk_dir: Path) -> None:
     with open_store(disk_dir, disk_budget=8 * PAGE) as store:
         mutable(store).create_on_disk("key", {"a": pages(1, 5)})
         with pytest.raises(DuplicateKeyError):
             mutable(store).create_on_disk("key", {"a": pages(2, 5)})
 
 
-def test_who_comes_second_while_a_place_is_made_on_disk_is_not_replaced(disk_dir: Path) -> None:
+def test_concurrent_create_on_disk_keeps_the_first(disk_dir: Path) -> None:
     with open_store(disk_dir) as store, held_calls("posix_fallocate") as gate:
         slow = Caller(lambda: mutable(store).create_on_disk("key", {"a": pages(1)}))
         assert gate.reached.wait(PATIENCE)
@@ -124,7 +122,7 @@ def test_who_comes_second_while_a_place_is_made_on_disk_is_not_replaced(disk_dir
         assert_sound(store)
 
 
-def test_room_on_disk_that_went_while_a_place_was_made_is_not_taken_twice(disk_dir: Path) -> None:
+def test_disk_space_lost_during_create_is_not_taken_twice(disk_dir: Path) -> None:
     store, held = open_store(disk_dir, disk_budget=8 * PAGE), held_calls("posix_fallocate")
     with store, held as gate:
         callers = [
@@ -134,14 +132,14 @@ def test_room_on_disk_that_went_while_a_place_was_made_is_not_taken_twice(disk_d
         assert gate.reached.wait(PATIENCE)
         spill = core_of(store).tiers.disk.spill
         assert spill is not None
-        wait_until(lambda: spill.room()[0] == 10 * PAGE, "one of them has not asked")
+        wait_until(lambda: spill.usage()[0] == 10 * PAGE, "one of them has not asked")
         gate.open()
         refused = [caller.result for caller in callers if caller.ended() is not None]
         assert [type(error) for error in refused] == [BudgetError]
         assert store.stats().used_bytes["DISK"] == 5 * PAGE
 
 
-def test_no_group_is_made_in_a_store_that_was_closed_meanwhile(disk_dir: Path) -> None:
+def test_create_in_a_store_closed_meanwhile_raises(disk_dir: Path) -> None:
     store = open_store(disk_dir)
     with held_calls("posix_fallocate") as gate:
         slow = Caller(lambda: mutable(store).create_on_disk("key", {"a": pages(1)}))
@@ -154,7 +152,7 @@ def test_no_group_is_made_in_a_store_that_was_closed_meanwhile(disk_dir: Path) -
         assert "key" not in store
 
 
-def test_that_it_is_closed_is_what_a_store_says_first(disk_dir: Path) -> None:
+def test_closed_error_comes_before_all_others(disk_dir: Path) -> None:
     store = open_store(disk_dir)
     mutable(store).create("key", {"a": pages(1)})
     store.close()
@@ -170,19 +168,19 @@ def test_that_it_is_closed_is_what_a_store_says_first(disk_dir: Path) -> None:
 
 
 @on_both
-def test_who_would_change_what_is_held_for_good_is_told(device: str, disk_dir: Path) -> None:
+def test_update_of_permanently_held_group_raises(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         mutable(store).create("key", {"a": pages(1)})
         with mutable(store).lease_in_host("key", HostAccess.PERMANENT):
             other = Caller(lambda: mutable(store).lease_in_host("key", HostAccess.UPDATE))
             error = other.ended()
         assert isinstance(error, LeaseError)
-        assert "for good" in str(error)
+        assert "by a training run" in str(error)
         assert_at_rest(store)
 
 
 @needs_accelerator
-def test_who_waits_to_change_a_group_is_told_when_it_becomes_held_for_good(
+def test_update_waiter_raises_when_group_becomes_permanent(
     disk_dir: Path, must_be_woken: None
 ) -> None:
     with open_store(disk_dir, device=ACCELERATOR, device_budget=4 * PAGE) as store:
@@ -194,12 +192,12 @@ def test_who_waits_to_change_a_group_is_told_when_it_becomes_held_for_good(
             with mutable(store).lease_in_host("key", HostAccess.PERMANENT):
                 error = waiting.ended()
         assert isinstance(error, LeaseError)
-        assert "for good" in str(error)
+        assert "by a training run" in str(error)
         assert_at_rest(store)
 
 
 @on_both
-def test_what_was_held_can_be_given_back_twice(device: str, disk_dir: Path) -> None:
+def test_held_group_can_be_released_twice(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         mutable(store).create("key", {"a": pages(1)})
         lease = mutable(store).lease_in_host("key", HostAccess.UPDATE)
@@ -210,8 +208,8 @@ def test_what_was_held_can_be_given_back_twice(device: str, disk_dir: Path) -> N
         assert_at_rest(store)
 
 
-def test_who_gave_back_what_it_held_keeps_nobody_from_being_told(disk_dir: Path) -> None:
-    """Nobody else holds anything: so who holds all the room itself waits in vain."""
+def test_released_owner_blocks_no_refusal(disk_dir: Path) -> None:
+    """No other caller holds anything: a caller that holds all space itself is blocked."""
     with open_store(disk_dir, ram=4 * PAGE) as store:
         mutable(store).create("held", {"a": pages(1)})
         mutable(store).lease_in_host("held", HostAccess.UPDATE).release()  # this thread lives on
@@ -227,20 +225,18 @@ def test_who_gave_back_what_it_held_keeps_nobody_from_being_told(disk_dir: Path)
 
 
 @on_both
-def test_only_what_is_held_for_good_makes_the_largest_group_smaller(
-    device: str, disk_dir: Path
-) -> None:
+def test_permanent_holds_alone_shrink_the_largest_group(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, 8 * PAGE, device) as store:
-        assert engine_of(store).saved_tensors.largest_possible() == 8 * PAGE
+        assert engine_of(store).saved_tensors.max_group_bytes() == 8 * PAGE
         mutable(store).create("key", {"a": pages(1, 3)})
         for purpose in HostAccess:
             with mutable(store).lease_in_host("key", purpose):
                 kept = 3 * PAGE if purpose is HostAccess.PERMANENT else 0
-                assert engine_of(store).saved_tensors.largest_possible() == 8 * PAGE - kept
-            assert engine_of(store).saved_tensors.largest_possible() == 8 * PAGE
+                assert engine_of(store).saved_tensors.max_group_bytes() == 8 * PAGE - kept
+            assert engine_of(store).saved_tensors.max_group_bytes() == 8 * PAGE
 
 
-def test_after_an_interrupt_it_is_known_what_is_held_for_good(disk_dir: Path) -> None:
+def test_interrupt_leaves_permanent_holds_known(disk_dir: Path) -> None:
     with open_store(disk_dir, ram=16 * PAGE) as store:
         for key, count in (("kept", 3), ("held", 2), ("lent", 1)):
             mutable(store).create(key, {"a": pages(1, count)})
@@ -253,14 +249,14 @@ def test_after_an_interrupt_it_is_known_what_is_held_for_good(disk_dir: Path) ->
             with interrupt, pytest.raises(KeyboardInterrupt):
                 store.prefetch("lent")
             assert sorted(store.keys()) == ["held", "kept", "lent"]
-            assert engine_of(store).saved_tensors.largest_possible() == 13 * PAGE
-        assert engine_of(store).saved_tensors.largest_possible() == 16 * PAGE
+            assert engine_of(store).saved_tensors.max_group_bytes() == 13 * PAGE
+        assert engine_of(store).saved_tensors.max_group_bytes() == 16 * PAGE
         assert_at_rest(store)
 
 
 @pytest.mark.parametrize("learned", [True, False])
-def test_nothing_is_fetched_early_that_only_habit_foretells(learned: bool, disk_dir: Path) -> None:
-    """Of groups that change, their user says what comes next. Of others, the store learns it."""
+def test_learned_order_alone_prefetches_nothing(learned: bool, disk_dir: Path) -> None:
+    """The user prefetches groups that are updated. The store learns the order of the others."""
     with open_store(disk_dir, ram=4 * PAGE) as store:
         keys = [f"g{i}" for i in range(6)]
         for key in keys:
@@ -277,8 +273,8 @@ def test_nothing_is_fetched_early_that_only_habit_foretells(learned: bool, disk_
 
 
 @on_both
-def test_nobody_waits_for_a_lease_for_good(device: str, disk_dir: Path) -> None:
-    """Its room does not come back: who needs it is told, though its holder is not waiting."""
+def test_permanent_lease_is_never_waited_for(device: str, disk_dir: Path) -> None:
+    """Its space does not come back: a request for it raises, though its holder is not waiting."""
     with open_store(disk_dir, ram=4 * PAGE, device=device) as store:
         store.put("kept", pages(1, 3))
         store.put("other", pages(2, 3))
@@ -295,12 +291,12 @@ def arriving(store: TierStore) -> Iterator[Gate]:
     mutable(store).create("coming", {"a": pages(1)})
     mutable(store).move_to_disk(["coming"])
     with held_calls("preadv") as gate:
-        mutable(store).expect_in_host(["coming"])
+        mutable(store).prefetch_to_host(["coming"])
         assert gate.reached.wait(PATIENCE)
         yield gate
 
 
-def test_who_waits_for_what_is_on_its_way_is_told_of_the_end(disk_dir: Path) -> None:
+def test_arrival_waiter_is_woken_by_close(disk_dir: Path) -> None:
     store = open_store(disk_dir)
     with arriving(store) as gate:
         waiting = Caller(lambda: mutable(store).wait_for_arrivals(["coming"]))
@@ -313,7 +309,7 @@ def test_who_waits_for_what_is_on_its_way_is_told_of_the_end(disk_dir: Path) -> 
         assert closing.ended() is None
 
 
-def test_what_is_being_put_away_is_put_away_while_a_store_closes(disk_dir: Path) -> None:
+def test_flush_in_progress_completes_during_close(disk_dir: Path) -> None:
     store = open_store(disk_dir)
     store.put("unsaved", pages(2))
     with arriving(store) as reading, held_calls("pwrite") as writing:
@@ -331,7 +327,7 @@ def test_what_is_being_put_away_is_put_away_while_a_store_closes(disk_dir: Path)
 # Leases ------------------------------------------------------------------------------------------
 
 
-def test_a_lease_that_nobody_looked_at_is_taken_back_without_a_word(disk_dir: Path) -> None:
+def test_unobserved_lease_is_reclaimed_silently(disk_dir: Path) -> None:
     """It was lost on its way to the caller, as in an interrupt."""
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
@@ -345,7 +341,7 @@ def test_a_lease_that_nobody_looked_at_is_taken_back_without_a_word(disk_dir: Pa
         assert_at_rest(store)
 
 
-def test_a_lost_lease_is_told_with_the_line_where_it_was_lost(disk_dir: Path) -> None:
+def test_lost_lease_warning_names_its_line(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         lease = store.acquire("key")
@@ -356,7 +352,7 @@ def test_a_lost_lease_is_told_with_the_line_where_it_was_lost(disk_dir: Path) ->
 
 
 @pytest.mark.parametrize("end", ["abandon", "release of a closed store"])
-def test_what_was_given_back_is_lost_without_a_word(end: str, disk_dir: Path) -> None:
+def test_released_lease_is_dropped_silently(end: str, disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         lease = store.acquire("key")
@@ -371,7 +367,7 @@ def test_what_was_given_back_is_lost_without_a_word(end: str, disk_dir: Path) ->
         assert said == []
 
 
-def test_an_abandoned_lease_is_over(disk_dir: Path) -> None:
+def test_abandoned_lease_is_closed(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         lease = store.acquire("key")
@@ -385,7 +381,7 @@ def test_an_abandoned_lease_is_over(disk_dir: Path) -> None:
         assert_at_rest(store)
 
 
-def test_a_release_says_that_the_file_of_what_was_taken_stays(disk_dir: Path) -> None:
+def test_release_reports_the_file_of_a_taken_group_stays(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         store.flush()
@@ -396,7 +392,7 @@ def test_a_release_says_that_the_file_of_what_was_taken_stays(disk_dir: Path) ->
         assert_at_rest(store)
 
 
-def test_a_release_that_was_interrupted_happens_all_the_same(disk_dir: Path) -> None:
+def test_interrupted_release_still_happens(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         lease = store.acquire("key")
@@ -408,17 +404,17 @@ def test_a_release_that_was_interrupted_happens_all_the_same(disk_dir: Path) -> 
         assert_at_rest(store)
 
 
-def test_who_is_interrupted_while_it_takes_a_group_has_not_taken_it(disk_dir: Path) -> None:
+def test_interrupted_take_takes_nothing(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
-        interrupt = at_call(core_of(store).observer.granted)
+        interrupt = at_call(core_of(store).observer.acquire_granted)
         with interrupt, pytest.raises(KeyboardInterrupt):
             store.acquire("key", Access.TAKE)
         assert_group(store.get("key"), pages(1))
         assert_at_rest(store)
 
 
-def test_who_is_interrupted_while_it_gets_hold_of_a_group_holds_nothing(disk_dir: Path) -> None:
+def test_interrupted_hold_holds_nothing(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         mutable(store).create("key", {"a": pages(1)})
         interrupt = at_call(core_of(store).tiers.host.view_for_caller)
@@ -428,7 +424,7 @@ def test_who_is_interrupted_while_it_gets_hold_of_a_group_holds_nothing(disk_dir
         assert_group(store.get("key"), {"a": pages(1)})
 
 
-def test_who_waits_to_hold_a_group_gets_it_from_one_who_was_interrupted(disk_dir: Path) -> None:
+def test_hold_waiter_succeeds_after_an_interrupted_holder(disk_dir: Path) -> None:
     others: list[Caller] = []
     with open_store(disk_dir) as store:
         mutable(store).create("key", {"a": pages(1)})
@@ -447,7 +443,7 @@ def test_who_waits_to_hold_a_group_gets_it_from_one_who_was_interrupted(disk_dir
 
 
 @needs_accelerator
-def test_who_waits_for_a_group_gets_it_though_its_put_was_interrupted(disk_dir: Path) -> None:
+def test_waiter_gets_a_group_despite_an_interrupted_put(disk_dir: Path) -> None:
     """It was put by then, and only the file of what it replaced was waited for."""
     others: list[Caller] = []
     with open_store(disk_dir, device=ACCELERATOR, device_budget=4 * PAGE) as store:
@@ -471,7 +467,7 @@ def test_who_waits_for_a_group_gets_it_though_its_put_was_interrupted(disk_dir: 
 # Saving ------------------------------------------------------------------------------------------
 
 
-def test_a_flush_that_must_not_wait_says_that_it_did_not(disk_dir: Path) -> None:
+def test_nonblocking_flush_reports_that_it_did_not_wait(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         with held_calls("pwrite") as gate:
@@ -482,7 +478,7 @@ def test_a_flush_that_must_not_wait_says_that_it_did_not(disk_dir: Path) -> None
             store.flush()
 
 
-def test_a_flush_ends_when_its_time_is_over(disk_dir: Path) -> None:
+def test_flush_ends_at_its_timeout(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         with held_calls("pwrite") as gate:
@@ -491,9 +487,7 @@ def test_a_flush_ends_when_its_time_is_over(disk_dir: Path) -> None:
             assert isinstance(error, StoreTimeoutError)
 
 
-def test_a_flush_waits_for_a_removal_and_wakes_when_it_is_done(
-    disk_dir: Path, must_be_woken: None
-) -> None:
+def test_flush_waits_for_a_removal_and_wakes(disk_dir: Path, must_be_woken: None) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         store.flush()
@@ -508,7 +502,7 @@ def test_a_flush_waits_for_a_removal_and_wakes_when_it_is_done(
             assert flushing.ended() is None
 
 
-def test_a_flush_ends_though_what_it_saves_is_discarded(disk_dir: Path) -> None:
+def test_flush_ends_when_its_group_is_discarded(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         with held_calls("pwrite") as gate:
@@ -523,7 +517,7 @@ def test_a_flush_ends_though_what_it_saves_is_discarded(disk_dir: Path) -> None:
             assert_at_rest(store)
 
 
-def test_closing_tries_again_to_remove_what_could_not_be_removed(disk_dir: Path) -> None:
+def test_close_retries_failed_removals(disk_dir: Path) -> None:
     store = open_store(disk_dir)
     store.put("key", pages(1))
     store.flush()
@@ -534,7 +528,7 @@ def test_closing_tries_again_to_remove_what_could_not_be_removed(disk_dir: Path)
         assert again.keys() == []
 
 
-def test_closing_waits_for_a_removal_and_tries_it_again_if_it_fails(disk_dir: Path) -> None:
+def test_close_waits_for_a_removal_and_retries_it(disk_dir: Path) -> None:
     store = open_store(disk_dir)
     store.put("key", pages(1))
     store.flush()
@@ -555,9 +549,7 @@ def test_closing_waits_for_a_removal_and_tries_it_again_if_it_fails(disk_dir: Pa
 # Traces ------------------------------------------------------------------------------------------
 
 
-def test_a_trace_begins_with_what_was_there_when_the_store_was_opened(
-    disk_dir: Path, tmp_path: Path
-) -> None:
+def test_trace_begins_with_the_groups_present_at_open(disk_dir: Path, tmp_path: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1, 3))
     with open_store(disk_dir) as store:
@@ -573,7 +565,7 @@ def test_a_trace_begins_with_what_was_there_when_the_store_was_opened(
 
 
 @pytest.mark.parametrize("way", ["register", "register_checkpoint", "put and register"])
-def test_key_discarded_by_a_finalizer_may_be_registered_at_once(
+def test_key_discarded_by_a_finalizer_is_free_at_once(
     way: str, disk_dir: Path, tmp_path: Path
 ) -> None:
     """The finalizer runs in the middle of a call: what it discards goes with the next one."""

@@ -97,17 +97,17 @@ def fill(tensors: Tensors, value: float) -> None:
 
 
 def places(store: TierStore) -> tuple[int, int]:
-    """Where the last place ends in the file of what is away, and how long that file is."""
+    """Return the end of the last slot in the spill file, and the length of that file."""
     spill = core_of(store).tiers.disk.spill
     assert spill is not None
-    return spill.room()[0], os.stat(spill.path).st_size
+    return spill.usage()[0], os.stat(spill.path).st_size
 
 
 # Values ------------------------------------------------------------------------------------------
 
 
 @on_both
-def test_values_are_the_same_on_every_path(device: str, disk_dir: Path) -> None:
+def test_state_values_are_equal_on_every_path(device: str, disk_dir: Path) -> None:
     expected = several()
     with open_store(disk_dir, device=device) as store:
         mutable(store).create("key", expected)
@@ -129,7 +129,7 @@ def test_values_are_the_same_on_every_path(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_tied_tensors_are_one_while_held_and_shown(device: str, disk_dir: Path) -> None:
+def test_state_tied_tensors_are_one_while_leased(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", several())
         with mutable(store).lease_in_host("key", HostAccess.UPDATE) as lease:
@@ -143,7 +143,7 @@ def test_tied_tensors_are_one_while_held_and_shown(device: str, disk_dir: Path) 
 
 
 @on_both
-def test_changes_go_both_ways_round_after_round(device: str, disk_dir: Path) -> None:
+def test_state_changes_are_visible_on_both_sides(device: str, disk_dir: Path) -> None:
     tensors = several()
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", tensors)
@@ -166,7 +166,7 @@ def test_changes_go_both_ways_round_after_round(device: str, disk_dir: Path) -> 
 
 
 @on_both
-def test_what_is_renewed_is_not_read(device: str, disk_dir: Path) -> None:
+def test_state_renewed_is_not_read(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", {"a": pages(1, 3)})
         read = store.stats().bytes_read
@@ -180,7 +180,7 @@ def test_what_is_renewed_is_not_read(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_what_was_only_read_is_not_written(device: str, disk_dir: Path) -> None:
+def test_state_only_read_is_not_written(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         settled(store, "key", {"a": pages(1, 3)})
         written = store.stats().bytes_written
@@ -191,7 +191,7 @@ def test_what_was_only_read_is_not_written(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_a_group_on_disk_only_is_like_the_others(device: str, disk_dir: Path) -> None:
+def test_state_on_disk_only_behaves_like_others(device: str, disk_dir: Path) -> None:
     values = several(1)
     with open_store(disk_dir, device=device) as store:
         mutable(store).create_on_disk("key", several(0))
@@ -206,7 +206,7 @@ def test_a_group_on_disk_only_is_like_the_others(device: str, disk_dir: Path) ->
 
 
 @on_both
-def test_a_group_of_nothing_works(device: str, disk_dir: Path) -> None:
+def test_state_empty_group_works(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", {"nothing": torch.empty(0, 3)})
         assert shown["nothing"].shape == (0, 3)
@@ -219,7 +219,7 @@ def test_a_group_of_nothing_works(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_a_group_keeps_its_place(device: str, disk_dir: Path) -> None:
+def test_state_group_keeps_its_address(device: str, disk_dir: Path) -> None:
     """Much more is written than there is room for: the file does not grow."""
     with open_store(disk_dir, 8 * PAGE, device) as store:
         keys = [f"g{i}" for i in range(6)]
@@ -241,9 +241,7 @@ def test_a_group_keeps_its_place(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_what_was_discarded_keeps_its_values_while_anybody_looks(
-    device: str, disk_dir: Path
-) -> None:
+def test_state_discarded_keeps_values_while_viewed(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "old", {"a": pages(1, 2)})
         end, _ = places(store)
@@ -255,7 +253,7 @@ def test_what_was_discarded_keeps_its_values_while_anybody_looks(
         assert (shown["a"] == 1).all()
         grown, _ = places(store)
         assert grown == end + 5 * 2 * PAGE
-        del shown  # nobody looks any more: now its room is free
+        del shown  # no view is left: now its space is free
         gc.collect()
         again = settled(store, "again", {"a": pages(3, 2)})
         assert places(store)[0] == grown
@@ -264,7 +262,7 @@ def test_what_was_discarded_keeps_its_values_while_anybody_looks(
 
 
 @on_both
-def test_what_is_shown_outlives_the_store(device: str, disk_dir: Path) -> None:
+def test_state_views_outlive_the_store(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", several())
     assert_values(shown, several())
@@ -282,9 +280,7 @@ def wait_for_a_request(store: TierStore) -> None:
 
 @on_both
 @pytest.mark.parametrize("purpose", [HostAccess.UPDATE, HostAccess.RENEW, HostAccess.PERMANENT])
-def test_who_wants_to_change_it_waits_for_readers(
-    purpose: HostAccess, device: str, disk_dir: Path
-) -> None:
+def test_state_update_waits_for_readers(purpose: HostAccess, device: str, disk_dir: Path) -> None:
     order: list[str] = []
     with open_store(disk_dir, device=device) as store:
         mutable(store).create("key", {"a": pages(1)})
@@ -307,7 +303,7 @@ def test_who_wants_to_change_it_waits_for_readers(
 
 
 @on_both
-def test_one_holds_it_after_the_other(device: str, disk_dir: Path) -> None:
+def test_state_host_leases_are_exclusive(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", {"a": pages(0)})
 
@@ -323,7 +319,7 @@ def test_one_holds_it_after_the_other(device: str, disk_dir: Path) -> None:
 
 
 @needs_accelerator
-def test_it_is_read_on_the_device_while_it_is_held(disk_dir: Path) -> None:
+def test_state_is_read_on_the_device_while_host_leased(disk_dir: Path) -> None:
     """By who knows that it does not change meanwhile. What comes after is what was changed."""
     with open_store(disk_dir, device=ACCELERATOR) as store:
         shown = settled(store, "key", {"a": pages(1)})
@@ -347,7 +343,7 @@ def test_it_is_read_on_the_device_while_it_is_held(disk_dir: Path) -> None:
 
 
 @on_both
-def test_what_is_held_for_good_stays_where_it_is(device: str, disk_dir: Path) -> None:
+def test_state_held_permanently_stays_in_place(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, 8 * PAGE, device) as store:
         mutable(store).create("kept", {"a": pages(7, 4)})
         kept = mutable(store).lease_in_host("kept", HostAccess.PERMANENT)
@@ -365,9 +361,7 @@ def test_what_is_held_for_good_stays_where_it_is(device: str, disk_dir: Path) ->
 
 @on_both
 @pytest.mark.parametrize("how", ["hold", "settle", "put"])
-def test_who_needs_the_room_of_what_is_held_for_good_is_told_so(
-    how: str, device: str, disk_dir: Path
-) -> None:
+def test_state_held_permanently_blocks_with_an_error(how: str, device: str, disk_dir: Path) -> None:
     def ask(store: TierStore) -> None:
         if how == "hold":
             mutable(store).lease_in_host("large", HostAccess.UPDATE).release()
@@ -380,7 +374,7 @@ def test_who_needs_the_room_of_what_is_held_for_good_is_told_so(
         settled(store, "large", {"a": pages(2, 6)})
         mutable(store).create("kept", {"a": pages(1, 4)})
         kept = mutable(store).lease_in_host("kept", HostAccess.PERMANENT)
-        with pytest.raises(BudgetError, match="for good") as error:
+        with pytest.raises(BudgetError, match="permanently") as error:
             ask(store)
         assert error.value.nbytes == 6 * PAGE
         assert (kept.tensors["a"] == 1).all()
@@ -391,7 +385,7 @@ def test_who_needs_the_room_of_what_is_held_for_good_is_told_so(
 
 
 @on_both
-def test_a_group_larger_than_the_budget_is_refused(device: str, disk_dir: Path) -> None:
+def test_state_larger_than_the_budget_raises(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, 4 * PAGE, device) as store:
         with pytest.raises(BudgetError):
             mutable(store).create("key", {"a": pages(1, 5)})
@@ -405,7 +399,7 @@ def test_a_group_larger_than_the_budget_is_refused(device: str, disk_dir: Path) 
 
 
 @on_both
-def test_the_disk_budget_holds(device: str, disk_dir: Path) -> None:
+def test_state_respects_the_disk_budget(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, 16 * PAGE, device, disk_budget=8 * PAGE) as store:
         settled(store, "a", {"a": pages(1, 4)})
         with pytest.raises(BudgetError, match="disk_budget"):
@@ -425,7 +419,7 @@ def test_the_disk_budget_holds(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_a_key_is_settled_once(device: str, disk_dir: Path) -> None:
+def test_state_key_is_bound_once(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", {"a": pages(1)})
         for settle in (
@@ -443,7 +437,7 @@ def test_a_key_is_settled_once(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_a_closed_store_says_so(device: str, disk_dir: Path) -> None:
+def test_state_in_a_closed_store_raises(device: str, disk_dir: Path) -> None:
     store = open_store(disk_dir, device=device)
     mutable(store).create("key", {"a": pages(1)})
     lease = mutable(store).lease_in_host("key", HostAccess.UPDATE)
@@ -456,15 +450,15 @@ def test_a_closed_store_says_so(device: str, disk_dir: Path) -> None:
         lambda: mutable(store).write_back("key"),
         lambda: mutable(store).move_to_disk(["key"]),
         lambda: mutable(store).view_on_disk("key"),
-        lambda: mutable(store).expect(["key"]),
-        lambda: mutable(store).expect_in_host(["key"]),
+        lambda: mutable(store).prefetch(["key"]),
+        lambda: mutable(store).prefetch_to_host(["key"]),
     ):
         with pytest.raises(ClosedError):
             act()
 
 
 @on_both
-def test_nothing_of_it_outlives_the_store(device: str, disk_dir: Path) -> None:
+def test_state_leaves_nothing_after_close(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         settled(store, "key", {"a": pages(1)})
     with open_store(disk_dir, device=device) as store:
@@ -473,9 +467,7 @@ def test_nothing_of_it_outlives_the_store(device: str, disk_dir: Path) -> None:
 
 @on_both
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_a_save_that_fails_leaves_the_group_where_it_was(
-    number: int, device: str, disk_dir: Path
-) -> None:
+def test_state_failed_save_keeps_the_group(number: int, device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         shown = settled(store, "key", {"a": pages(1, 2)})
         with mutable(store).lease_in_host("key", HostAccess.UPDATE) as lease:
@@ -494,7 +486,7 @@ def test_a_save_that_fails_leaves_the_group_where_it_was(
 
 
 @on_both
-def test_a_disk_without_room_for_a_place_is_told(device: str, disk_dir: Path) -> None:
+def test_state_without_disk_space_raises(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         with system_call("posix_fallocate", fails_with=errno.ENOSPC) as failed:
             with pytest.raises(DiskFullError):
@@ -512,7 +504,7 @@ def test_a_disk_without_room_for_a_place_is_told(device: str, disk_dir: Path) ->
 
 @on_both
 @pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")
-def test_a_lost_lease_is_taken_back(device: str, disk_dir: Path) -> None:
+def test_state_lost_lease_is_reclaimed(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, 8 * PAGE, device) as store:
         mutable(store).create("key", {"a": pages(1, 6)})
         for purpose in HostAccess:
@@ -529,12 +521,12 @@ def test_a_lost_lease_is_taken_back(device: str, disk_dir: Path) -> None:
 
 
 @on_both
-def test_what_is_expected_is_brought_as_far_as_was_said(device: str, disk_dir: Path) -> None:
+def test_state_prefetch_goes_to_the_requested_tier(device: str, disk_dir: Path) -> None:
     with open_store(disk_dir, device=device) as store:
         for key in ("held", "acquired"):
             settled(store, key, {"a": pages(1)})
-        mutable(store).expect_in_host(["held", "no such key"])
-        mutable(store).expect(["acquired", "no such key"])
+        mutable(store).prefetch_to_host(["held", "no such key"])
+        mutable(store).prefetch(["acquired", "no such key"])
         wait_until_idle(store)
         assert tiers_of(store, "held") == ("HOST", "DISK")
         top = ("HOST", "DISK") if device == "cpu" else ("DEVICE", "HOST", "DISK")
@@ -546,15 +538,13 @@ def test_what_is_expected_is_brought_as_far_as_was_said(device: str, disk_dir: P
 
 
 @on_both
-def test_what_was_on_its_way_when_it_was_put_away_is_not_looked_at(
-    device: str, disk_dir: Path
-) -> None:
+def test_state_arriving_during_flush_is_ignored(device: str, disk_dir: Path) -> None:
     """It was read before somebody wrote to what is shown."""
     gate = Gate()
     reads = system_call("preadv", after=gate.hold)
     with open_store(disk_dir, device=device) as store, reads:
         shown = settled(store, "key", {"a": pages(1)})
-        mutable(store).expect_in_host(["key"])
+        mutable(store).prefetch_to_host(["key"])
         assert gate.reached.wait(PATIENCE)
         found = []
 
@@ -571,7 +561,7 @@ def test_what_was_on_its_way_when_it_was_put_away_is_not_looked_at(
 
 
 @on_both
-def test_one_can_wait_for_what_is_on_its_way_though_nobody_wants_it_any_more(
+def test_state_arrival_can_be_awaited_without_demand(
     device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Until then it takes room. Nothing else is waited for: not what is there, nor what is not."""
@@ -583,7 +573,7 @@ def test_one_can_wait_for_what_is_on_its_way_though_nobody_wants_it_any_more(
         with store.acquire("there"):
             gate = hold_calls(monkeypatch, last_hop, "copy")
             mutable(store).wait_for_arrivals(["there", "away", "no such key"])
-            mutable(store).expect(["coming"])
+            mutable(store).prefetch(["coming"])
             assert gate.reached.wait(PATIENCE)
             store.offload("coming")
             thread = start_thread(lambda: mutable(store).wait_for_arrivals(["away", "coming"]))
@@ -600,7 +590,7 @@ def test_one_can_wait_for_what_is_on_its_way_though_nobody_wants_it_any_more(
 
 
 @on_both
-def test_threads_change_groups_of_their_own_beside_each_other(device: str, disk_dir: Path) -> None:
+def test_state_threads_update_separate_groups(device: str, disk_dir: Path) -> None:
     """In a quarter of the memory that all of them take, the promises are looked at all the time."""
     groups, size = 8, 3
     with open_store(disk_dir, groups * size * PAGE // 2, device) as store:
@@ -632,8 +622,8 @@ def test_threads_change_groups_of_their_own_beside_each_other(device: str, disk_
                     else:
                         chosen.choice(
                             [
-                                mutable(store).expect,
-                                mutable(store).expect_in_host,
+                                mutable(store).prefetch,
+                                mutable(store).prefetch_to_host,
                             ]
                         )([key])
                     with core_of(store).lock:

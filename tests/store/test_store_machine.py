@@ -20,7 +20,7 @@ SEEDS = 4
 
 @on_both
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
-def test_a_store_holds_what_a_dict_would_hold(policy: str, device: str, tmp_path: Path) -> None:
+def test_store_behaves_like_a_dict(policy: str, device: str, tmp_path: Path) -> None:
     done: Counter[str] = Counter()
     if device != "cpu":
         start_counting()
@@ -43,7 +43,7 @@ def test_a_store_holds_what_a_dict_would_hold(policy: str, device: str, tmp_path
 
 
 @pytest.mark.pretend_only("counts")
-def test_page_locked_memory_stays_within_the_budget_at_every_step(tmp_path: Path) -> None:
+def test_page_locked_memory_stays_within_budget_at_every_step(tmp_path: Path) -> None:
     gc.collect()
     before = pretend.pinned_bytes()
     pretend.reset_peak_pinned()
@@ -56,7 +56,7 @@ def test_page_locked_memory_stays_within_the_budget_at_every_step(tmp_path: Path
 
 
 @pytest.mark.parametrize("fault", ["forgets an update", "reads another file"])
-def test_the_model_notices_a_fault(fault: str, tmp_path: Path) -> None:
+def test_model_notices_a_seeded_fault(fault: str, tmp_path: Path) -> None:
     """The control: the same machine on a store with one protection removed."""
     machine = Machine(0, "cpu", tmp_path, "next-use")
     if fault == "forgets an update":
@@ -71,7 +71,7 @@ def test_the_model_notices_a_fault(fault: str, tmp_path: Path) -> None:
 
 
 @on_both
-def test_a_crowd_of_threads_sees_whole_values_and_gets_on(device: str, tmp_path: Path) -> None:
+def test_crowd_of_threads_sees_whole_values_and_proceeds(device: str, tmp_path: Path) -> None:
     crowd = Crowd(0, device, tmp_path / "store")
     crowd.run()
     crowd.finish()
@@ -83,7 +83,7 @@ def test_a_crowd_of_threads_sees_whole_values_and_gets_on(device: str, tmp_path:
     crowd.store.close()
 
 
-def test_a_lost_update_would_be_counted(tmp_path: Path) -> None:
+def test_lost_update_would_be_counted(tmp_path: Path) -> None:
     """The control: without exclusive leases the crowd's counter comes out too small."""
     crowd = Crowd(1, "cpu", tmp_path / "store")
     crowd.exclusive = False

@@ -46,9 +46,7 @@ def slow_reads(seconds: float) -> AbstractContextManager[list[Call]]:
     return system_call("preadv", before=lambda: time.sleep(seconds))
 
 
-def test_a_trace_is_sound_and_ends_at_the_numbers_of_the_store(
-    disk_dir: Path, tmp_path: Path
-) -> None:
+def test_trace_is_sound_and_ends_at_the_stores_figures(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with open_store(disk_dir, 16 * PAGE, disk_budget="1MB") as store:
         keys = fill(store, 20)
@@ -68,7 +66,7 @@ def test_a_trace_is_sound_and_ends_at_the_numbers_of_the_store(
     assert [event["name"] for event in traces.slices(document, COMPUTE)] == keys * 3
 
 
-def test_a_trace_holds_what_a_replay_needs(disk_dir: Path, tmp_path: Path) -> None:
+def test_trace_holds_all_that_a_replay_needs(disk_dir: Path, tmp_path: Path) -> None:
     with open_store(disk_dir, 16 * PAGE) as store:
         keys = fill(store, 10)
         store.put("once", pages(1, 3))
@@ -93,7 +91,7 @@ def test_a_trace_holds_what_a_replay_needs(disk_dir: Path, tmp_path: Path) -> No
     )
 
 
-def test_the_work_after_a_use_lasts_until_the_next_request(disk_dir: Path, tmp_path: Path) -> None:
+def test_compute_after_a_use_lasts_until_the_next_request(disk_dir: Path, tmp_path: Path) -> None:
     with open_store(disk_dir) as store:
         fill(store, 3)
         for i in range(3):
@@ -109,7 +107,7 @@ def test_the_work_after_a_use_lasts_until_the_next_request(disk_dir: Path, tmp_p
     assert computed[2] >= 0.04
 
 
-def test_a_stall_is_told_with_its_key_and_how_it_was_met(disk_dir: Path, tmp_path: Path) -> None:
+def test_stall_is_recorded_with_key_and_outcome(disk_dir: Path, tmp_path: Path) -> None:
     with open_store(disk_dir) as store:
         fill(store, 1)
         push_out(store, "layer/0")
@@ -124,13 +122,13 @@ def test_a_stall_is_told_with_its_key_and_how_it_was_met(disk_dir: Path, tmp_pat
     assert stall["ts"] <= read["ts"] <= read["ts"] + read["dur"] <= stall["ts"] + stall["dur"]
     assert read["dur"] >= 50_000
     assert stats.stalled_seconds >= 0.05
-    # The write while nobody waited was hidden; the read, through all of which one waited, was not.
+    # The write without a waiter was hidden; the read, waited for throughout, was not.
     busy = stats.busy_seconds
     hidden = busy["HOST>DISK"] / (busy["HOST>DISK"] + busy["DISK>HOST"])
     assert stats.overlap == pytest.approx(hidden, abs=1e-6)
 
 
-def test_what_is_hidden_behind_work_is_no_stall(disk_dir: Path) -> None:
+def test_transfer_hidden_behind_compute_is_no_stall(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         fill(store, 1)
         push_out(store, "layer/0")
@@ -143,14 +141,14 @@ def test_what_is_hidden_behind_work_is_no_stall(disk_dir: Path) -> None:
     assert stats.busy_seconds["DISK>HOST"] >= 0.02
 
 
-def test_a_store_in_which_nothing_moved_hides_all_of_it(disk_dir: Path, tmp_path: Path) -> None:
+def test_store_without_transfers_hides_everything(disk_dir: Path, tmp_path: Path) -> None:
     with open_store(disk_dir) as store:
         assert (store.stats().overlap, store.stats().busy_seconds) == (1.0, {})
         store.trace(tmp_path / "trace.json")
         traces.check(tmp_path / "trace.json", store.stats())
 
 
-def test_many_threads_make_a_sound_trace(disk_dir: Path, tmp_path: Path) -> None:
+def test_many_threads_write_a_sound_trace(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with open_store(disk_dir, 24 * PAGE) as store:
         keys = fill(store, 12)
@@ -184,7 +182,7 @@ def test_many_threads_make_a_sound_trace(disk_dir: Path, tmp_path: Path) -> None
     traces.check_slices(traces.load(tmp_path / "meanwhile.json")["traceEvents"])
 
 
-def test_tasks_of_one_thread_are_callers_of_their_own(disk_dir: Path, tmp_path: Path) -> None:
+def test_tasks_of_one_thread_are_separate_callers(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with open_store(disk_dir) as store:
         fill(store, 4)
@@ -204,9 +202,7 @@ def test_tasks_of_one_thread_are_callers_of_their_own(disk_dir: Path, tmp_path: 
     assert all(event["dur"] >= 50_000 for event in computed)
 
 
-def test_a_caller_with_several_leases_computes_one_thing_at_a_time(
-    disk_dir: Path, tmp_path: Path
-) -> None:
+def test_caller_with_several_leases_computes_once_at_a_time(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with open_store(disk_dir) as store:
         fill(store, 2)
@@ -242,7 +238,7 @@ def test_failed_reads_are_shown_and_not_counted(disk_dir: Path, tmp_path: Path) 
         assert store.stats().bytes_read > 0
 
 
-def test_a_closed_store_can_be_traced(disk_dir: Path, tmp_path: Path) -> None:
+def test_closed_store_can_be_traced(disk_dir: Path, tmp_path: Path) -> None:
     store = open_store(disk_dir)
     store.put("key", pages(1))
     store.close()
@@ -251,7 +247,9 @@ def test_a_closed_store_can_be_traced(disk_dir: Path, tmp_path: Path) -> None:
     assert len(traces.slices(document, "disk write")) == 1, "closing wrote it"
 
 
-def test_what_was_forgotten_is_said_and_the_sums_stay_true(disk_dir: Path, tmp_path: Path) -> None:
+def test_forgotten_events_are_reported_and_totals_stay_exact(
+    disk_dir: Path, tmp_path: Path
+) -> None:
     path = tmp_path / "trace.json"
     with open_store(disk_dir, 8 * PAGE) as store:
         journal = core_of(store).mover.journal
@@ -268,13 +266,13 @@ def test_what_was_forgotten_is_said_and_the_sums_stay_true(disk_dir: Path, tmp_p
     events = len(document["tierstore"]["uses"])
     assert recorded.dropped >= 20 - events
     (said,) = [e for e in document["traceEvents"] if e["ph"] == "i"]
-    assert said["name"] == f"{recorded.dropped:,} older events were forgotten"
+    assert said["name"] == f"{recorded.dropped:,} older events were dropped"
 
 
 # Files -----------------------------------------------------------------------------------------
 
 
-def test_a_trace_that_cannot_be_written_leaves_the_old_one(disk_dir: Path, tmp_path: Path) -> None:
+def test_unwritable_trace_leaves_the_old_one(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "out" / "trace.json"
     path.parent.mkdir()
     with open_store(disk_dir) as store:
@@ -290,7 +288,7 @@ def test_a_trace_that_cannot_be_written_leaves_the_old_one(disk_dir: Path, tmp_p
         assert path.read_bytes() != before
 
 
-def test_stalls_fall_into_the_ranges_of_a_profile(disk_dir: Path, tmp_path: Path) -> None:
+def test_stalls_fall_into_profiler_ranges(disk_dir: Path, tmp_path: Path) -> None:
     """torch.profiler's clock and ours are the same in the merged file."""
     with open_store(disk_dir) as store:
         fill(store, 1)
@@ -327,7 +325,7 @@ def test_stalls_fall_into_the_ranges_of_a_profile(disk_dir: Path, tmp_path: Path
     assert read_trace(tmp_path / "both.json").stats == stats.as_dict()
 
 
-def test_a_file_that_is_no_trace_is_not_merged(disk_dir: Path, tmp_path: Path) -> None:
+def test_file_that_is_no_trace_is_not_merged(disk_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "notes.json").write_text('{"traceEvents": 1}')
     with open_store(disk_dir) as store:
         with pytest.raises(InvalidTraceError, match=r"notes\.json"):
@@ -337,7 +335,7 @@ def test_a_file_that_is_no_trace_is_not_merged(disk_dir: Path, tmp_path: Path) -
     assert not (tmp_path / "trace.json").exists()
 
 
-def test_two_stores_have_processes_of_their_own(tmp_path: Path) -> None:
+def test_two_stores_have_separate_processes(tmp_path: Path) -> None:
     with open_store(tmp_path / "a") as one, open_store(tmp_path / "b") as other:
         one.trace(tmp_path / "one.json")
         other.trace(tmp_path / "both.json", merge=tmp_path / "one.json")
@@ -347,7 +345,7 @@ def test_two_stores_have_processes_of_their_own(tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids), "a real process has that number"
 
 
-def test_of_two_stores_in_one_trace_the_newer_one_is_read(tmp_path: Path) -> None:
+def test_newest_of_two_stores_in_a_trace_is_read(tmp_path: Path) -> None:
     with open_store(tmp_path / "a") as one, open_store(tmp_path / "b") as other:
         one.put("first", torch.zeros(8))
         for _ in range(3):
@@ -369,15 +367,13 @@ def test_of_two_stores_in_one_trace_the_newer_one_is_read(tmp_path: Path) -> Non
     "text",
     ['{"traceEvents": [{"ts": NaN}]}', '[{"ts": -Infinity}]'],
 )
-def test_numbers_that_no_trace_may_have_are_told_of(
-    text: str, disk_dir: Path, tmp_path: Path
-) -> None:
+def test_impossible_numbers_raise(text: str, disk_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text(text)
-    with open_store(disk_dir) as store, pytest.raises(InvalidTraceError, match="no number"):
+    with open_store(disk_dir) as store, pytest.raises(InvalidTraceError, match="not a JSON number"):
         store.trace(tmp_path / "trace.json", merge=tmp_path / "odd.json")
 
 
-def test_others_may_have_any_kind_of_process(disk_dir: Path, tmp_path: Path) -> None:
+def test_foreign_process_ids_of_any_kind_are_accepted(disk_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text('{"traceEvents": [{"pid": [1], "ph": "X"}]}')
     with open_store(disk_dir) as store:
         store.trace(tmp_path / "trace.json", merge=tmp_path / "odd.json")
@@ -388,7 +384,7 @@ def test_others_may_have_any_kind_of_process(disk_dir: Path, tmp_path: Path) -> 
 
 
 @needs_accelerator
-def test_the_device_hop_is_timed_by_the_device(disk_dir: Path, tmp_path: Path) -> None:
+def test_device_hop_is_timed_by_the_device(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with open_store(disk_dir, 16 * PAGE, device=ACCELERATOR) as store:
         keys = fill(store, 12)
@@ -417,7 +413,7 @@ def test_the_device_hop_is_timed_by_the_device(disk_dir: Path, tmp_path: Path) -
 # The checks themselves -------------------------------------------------------------------------
 
 
-def test_the_checks_notice_what_is_wrong(disk_dir: Path, tmp_path: Path) -> None:
+def test_checks_notice_seeded_faults(disk_dir: Path, tmp_path: Path) -> None:
     with open_store(disk_dir) as store:
         fill(store, 2)
         store.get("layer/0")

@@ -1,4 +1,4 @@
-"""What every trace file must be, checked event by event."""
+"""Checks that hold for every trace file, event by event."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a directory lies on, and that a store says so where it matters."""
+"""The file system of a directory, and the store's warning where it matters."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests.store.helpers import open_store
-from tierstore.engine.directories import tell_of_file_system
+from tierstore.engine.directories import warn_about_file_system
 from tierstore.system.file_systems import file_system_of
 
 MEMORY = Path("/dev/shm")
 
 
 @pytest.mark.skipif(file_system_of(str(MEMORY)) != "tmpfs", reason="there is no tmpfs")
-def test_a_store_in_memory_works_and_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_store_on_tmpfs_works_and_warns(caplog: pytest.LogCaptureFixture) -> None:
 
     with tempfile.TemporaryDirectory(dir=MEMORY) as directory:
         with open_store(Path(directory) / "store") as store:
@@ -26,17 +26,17 @@ def test_a_store_in_memory_works_and_is_told_of(caplog: pytest.LogCaptureFixture
             assert torch.equal(store.get("a"), torch.ones(3))
         assert any((Path(directory) / "store" / "objects").rglob("*.safetensors"))
     (told,) = (r for r in caplog.records if r.levelno == logging.WARNING)
-    assert f"{directory}/store is on tmpfs: what is written there takes memory" in told.message
+    assert f"{directory}/store is on tmpfs: its files take memory" in told.message
 
 
-def test_a_store_on_a_disk_is_not_told_of(disk_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_store_on_a_disk_does_not_warn(disk_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     if file_system_of(str(disk_dir.parent)) in ("tmpfs", None):
         pytest.skip("tests run in memory")
     open_store(disk_dir).close()
     assert not caplog.records
 
 
-def test_a_directory_that_other_machines_see_is_told_of(
+def test_directory_shared_between_machines_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A file of mounts stands for a network that is not here."""
@@ -45,8 +45,8 @@ def test_a_directory_that_other_machines_see_is_told_of(
         "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
         f"2 1 0:44 / {tmp_path}/far rw - nfs4 server:/export rw\n"
     )
-    tell_of_file_system(str(tmp_path / "near"), str(mounts))
+    warn_about_file_system(str(tmp_path / "near"), str(mounts))
     assert not caplog.records
-    tell_of_file_system(str(tmp_path / "far" / "store"), str(mounts))
+    warn_about_file_system(str(tmp_path / "far" / "store"), str(mounts))
     (told,) = caplog.records
-    assert "is on nfs4, which other machines may see" in told.message
+    assert "is on nfs4, which other machines may mount" in told.message

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.files import open_files
-from tests.helpers.system_calls import Call, statx_tells, system_call, taking_direct_opens
+from tests.helpers.system_calls import Call, accepting_direct_opens, report_alignment, system_call
 from tierstore.errors import StaleCheckpointError
 from tierstore.model.sizes import PAGE
 from tierstore.system.file_table import MAX_HELD_FILES, FileTable, HeldFile
@@ -39,9 +39,7 @@ def one_open_fails(number: int) -> AbstractContextManager[list[Call]]:
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_without_a_descriptor_left_files_that_nobody_reads_are_closed(
-    number: int, paths: list[str]
-) -> None:
+def test_idle_files_are_closed_when_descriptors_run_out(number: int, paths: list[str]) -> None:
     table = FileTable("/nowhere")
     table.get(paths[0])
     with one_open_fails(number) as failed:
@@ -53,7 +51,7 @@ def test_without_a_descriptor_left_files_that_nobody_reads_are_closed(
 @pytest.mark.parametrize(
     ("number", "others"), [(errno.EMFILE, False), (errno.EACCES, True), (errno.EIO, True)]
 )
-def test_an_open_that_would_fail_again_is_not_tried_again(
+def test_open_that_would_fail_again_is_not_retried(
     number: int, others: bool, paths: list[str]
 ) -> None:
     table = FileTable("/nowhere")
@@ -64,10 +62,10 @@ def test_an_open_that_would_fail_again_is_not_tried_again(
     assert kept is None or table.get(paths[0]) is kept, "others were closed for nothing"
 
 
-def test_a_file_whose_name_leads_elsewhere_while_it_is_opened_is_not_kept(
+def test_file_renamed_while_opening_is_not_kept(
     paths: list[str],
 ) -> None:
-    """Whoever asked before may have the old one; whoever asks afterwards may not."""
+    """Earlier requests may have the old one; later ones may not."""
     table = FileTable("/nowhere")
 
     def replace() -> None:
@@ -79,13 +77,13 @@ def test_a_file_whose_name_leads_elsewhere_while_it_is_opened_is_not_kept(
     assert start_of(table.get(paths[0])) == b"second"
 
 
-def test_two_who_open_a_file_at_once_have_the_same(paths: list[str]) -> None:
+def test_concurrent_opens_share_a_file(paths: list[str]) -> None:
     table, others = FileTable("/nowhere"), []
     with system_call("statx", before=lambda: others.append(table.get(paths[0])), at=1):
         assert table.get(paths[0]) is others[0] is table.get(paths[0])
 
 
-def test_closing_says_whether_there_was_anything_to_close(paths: list[str]) -> None:
+def test_close_reports_whether_anything_was_open(paths: list[str]) -> None:
     table = FileTable("/nowhere")
     assert not table.close()
     table.get(paths[0])
@@ -93,16 +91,16 @@ def test_closing_says_whether_there_was_anything_to_close(paths: list[str]) -> N
     assert not table.close()
 
 
-def test_advice_that_is_refused_loses_no_bytes(paths: list[str]) -> None:
-    with statx_tells(0), system_call("posix_fadvise", fails_with=errno.EINVAL) as refused:
+def test_advice_refused_loses_no_bytes(paths: list[str]) -> None:
+    with report_alignment(0), system_call("posix_fadvise", fails_with=errno.EINVAL) as refused:
         assert start_of(DataFile(paths[0], follow_links=True)) == b"first"
     assert refused
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
-def test_a_file_says_whether_it_is_read_past_the_cache(number: int, paths: list[str]) -> None:
+def test_file_reports_whether_reads_are_direct(number: int, paths: list[str]) -> None:
     """Until that was refused once: not for alignment, but for whatever else fails there."""
-    with statx_tells(PAGE), taking_direct_opens():
+    with report_alignment(PAGE), accepting_direct_opens():
         file = DataFile(paths[0], follow_links=True)
     assert file.direct
     with system_call("preadv", fails_with=number, at=1) as refused:
@@ -114,7 +112,7 @@ def test_a_file_says_whether_it_is_read_past_the_cache(number: int, paths: list[
                 start_of(file)
             assert file.direct
     assert refused
-    with statx_tells(0):
+    with report_alignment(0):
         assert not DataFile(paths[0], follow_links=True).direct
 
 
@@ -166,9 +164,7 @@ Change = Callable[[str], None]
 
 @pytest.mark.parametrize("change", IN_PLACE)
 @pytest.mark.parametrize("closed", [False, True])
-def test_a_file_that_was_changed_is_not_read(
-    change: Change, closed: bool, paths: list[str]
-) -> None:
+def test_changed_file_is_not_read(change: Change, closed: bool, paths: list[str]) -> None:
     table = FileTable("/nowhere")
     held = hold(table, paths[0])
     assert start_of(table.open(held)) == b"first"
@@ -182,7 +178,7 @@ def test_a_file_that_was_changed_is_not_read(
 
 
 @pytest.mark.parametrize("change", NAME_ONLY)
-def test_a_file_whose_name_is_gone_is_read_on(change: Change, paths: list[str]) -> None:
+def test_unlinked_file_is_read_on(change: Change, paths: list[str]) -> None:
     table = FileTable("/nowhere")
     held = hold(table, paths[0])
     change(paths[0])
@@ -193,7 +189,7 @@ def test_a_file_whose_name_is_gone_is_read_on(change: Change, paths: list[str]) 
 
 
 @pytest.mark.parametrize("change", [touched, cut_off])
-def test_a_file_that_was_changed_after_its_name_was_gone(change: Change, paths: list[str]) -> None:
+def test_file_changed_after_unlink_is_not_read(change: Change, paths: list[str]) -> None:
     """By who has it open as well."""
     table = FileTable("/nowhere")
     held = hold(table, paths[0])
@@ -206,20 +202,20 @@ def test_a_file_that_was_changed_after_its_name_was_gone(change: Change, paths: 
 
 
 @pytest.mark.parametrize("change", NAME_ONLY)
-def test_a_file_that_is_gone_and_was_not_kept_open(change: Change, paths: list[str]) -> None:
+def test_file_deleted_and_not_held_raises(change: Change, paths: list[str]) -> None:
     table = FileTable("/nowhere")
     held = hold(table, paths[0])
     table.close()
     change(paths[0])
     there = change in (replaced, removed_and_made_anew, replaced_by_a_directory)
-    what = "changed.*register" if there else "is gone.*put it back, or load the model"
+    what = "changed.*register" if there else "is gone.*restore it, or load the model"
     for _ in range(2):
         with pytest.raises(StaleCheckpointError, match=what) as error:
             table.open(held)
         assert error.value.path == paths[0]
 
 
-def test_who_holds_the_same_file_has_it_open_once(paths: list[str], tmp_path: Path) -> None:
+def test_holders_of_one_file_share_a_descriptor(paths: list[str], tmp_path: Path) -> None:
     table = FileTable("/nowhere")
     both = [hold(table, paths[0]) for _ in range(2)]
     assert both[0] is both[1]
@@ -233,7 +229,7 @@ def test_who_holds_the_same_file_has_it_open_once(paths: list[str], tmp_path: Pa
     assert len(open_files(tmp_path)) == opened
 
 
-def test_without_a_descriptor_left_what_can_be_opened_again_is_closed(
+def test_reopenable_files_are_closed_when_descriptors_run_out(
     paths: list[str], tmp_path: Path
 ) -> None:
     (tmp_path / "third").write_bytes(b"third".ljust(PAGE, b"."))
@@ -249,7 +245,7 @@ def test_without_a_descriptor_left_what_can_be_opened_again_is_closed(
     assert paths[1] in open_files(tmp_path).values()
 
 
-def test_a_bounded_number_of_files_is_held_open(tmp_path: Path) -> None:
+def test_held_files_are_bounded(tmp_path: Path) -> None:
     table, held = FileTable("/nowhere"), []
     for number in range(MAX_HELD_FILES + 3):
         path = tmp_path / str(number)
@@ -265,7 +261,7 @@ def test_a_bounded_number_of_files_is_held_open(tmp_path: Path) -> None:
     assert held[-1].path in open_files(tmp_path).values()
 
 
-def test_a_file_that_cannot_be_held_is_told_to_who_reads_it(paths: list[str]) -> None:
+def test_file_that_cannot_be_held_raises_in_its_reader(paths: list[str]) -> None:
     table = FileTable("/nowhere")
     stamp = FileStamp.of(os.stat(paths[0]))
     with one_open_fails(errno.EACCES):
@@ -275,7 +271,7 @@ def test_a_file_that_cannot_be_held_is_told_to_who_reads_it(paths: list[str]) ->
         table.open(table.hold(paths[1], stamp))
 
 
-def test_the_header_must_be_the_one_that_was_registered(paths: list[str]) -> None:
+def test_header_must_match_the_registered_one(paths: list[str]) -> None:
     table = FileTable("/nowhere")
     stamp = FileStamp.of(os.stat(paths[0]))
     with pytest.raises(StaleCheckpointError):
@@ -284,8 +280,8 @@ def test_the_header_must_be_the_one_that_was_registered(paths: list[str]) -> Non
     assert start_of(table.open(table.hold(paths[0], stamp, digest))) == b"first"
 
 
-def test_the_files_of_the_store_are_not_held(paths: list[str], tmp_path: Path) -> None:
-    """There may be many, and nobody else removes them."""
+def test_store_files_are_not_held(paths: list[str], tmp_path: Path) -> None:
+    """There may be many, and no other process removes them."""
     table = FileTable(str(tmp_path))
     held = hold(table, paths[0])
     assert start_of(table.open(held)) == b"first"

@@ -17,7 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.files import open_files
-from tests.helpers.system_calls import Call, lacking, refusing_opens, statx_tells, system_call
+from tests.helpers.system_calls import (
+    Call,
+    rejecting_opens,
+    report_alignment,
+    system_call,
+    without_libc_function,
+)
 from tierstore.errors import (
     DiskFullError,
     TransferError,
@@ -87,12 +93,12 @@ def knows_direct_reads(path: str) -> bool:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(ends=st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)))
-def test_any_part_of_a_file(ends: tuple[int, int], path: str) -> None:
+def test_any_part_of_a_file_is_read(ends: tuple[int, int], path: str) -> None:
     start, stop = sorted(ends)
     assert read(open_file(path), start, stop - start) == content(SIZE)[start:stop]
 
 
-def test_aligned_reads_go_past_the_page_cache(path: str, direct_reads: list[bool]) -> None:
+def test_aligned_reads_bypass_the_page_cache(path: str, direct_reads: list[bool]) -> None:
     if not knows_direct_reads(path):
         pytest.skip("this file system knows no direct reads")
     file = open_file(path)
@@ -105,8 +111,8 @@ def test_aligned_reads_go_past_the_page_cache(path: str, direct_reads: list[bool
     assert bytes(memory[: PAGE + 1]) == content(SIZE)[: PAGE + 1]
 
 
-def test_a_file_system_that_refuses_direct_opens(path: str, direct_reads: list[bool]) -> None:
-    with refusing_opens(os.O_DIRECT), system_call("posix_fadvise") as advice:
+def test_file_system_refusing_direct_opens_is_read(path: str, direct_reads: list[bool]) -> None:
+    with rejecting_opens(os.O_DIRECT), system_call("posix_fadvise") as advice:
         assert read(open_file(path), 100, 3 * PAGE) == content(SIZE)[100 : 100 + 3 * PAGE]
     assert direct_reads == [False]
     assert {call.args[3] for call in advice} == {os.POSIX_FADV_DONTNEED}
@@ -114,7 +120,7 @@ def test_a_file_system_that_refuses_direct_opens(path: str, direct_reads: list[b
     assert given_back >= 3 * PAGE, "what was read stays in the page cache"
 
 
-def test_a_file_system_that_takes_the_flag_and_refuses_the_read(path: str) -> None:
+def test_file_system_refusing_direct_reads_is_read(path: str) -> None:
     if not knows_direct_reads(path):
         pytest.skip("this file system knows no direct reads")
     file = open_file(path)
@@ -132,16 +138,14 @@ def test_a_file_system_that_takes_the_flag_and_refuses_the_read(path: str) -> No
 
 
 @pytest.mark.parametrize("most", [1, 511, 4095, 4096, 4097, 9000])
-def test_reads_that_come_in_pieces(path: str, most: int) -> None:
+def test_short_reads_are_continued(path: str, most: int) -> None:
     """As after a signal, on a network file system, or across the end of an extent."""
     with system_call("preadv", short=most) as calls:
         assert read(open_file(path), 77, 2 * PAGE) == content(SIZE)[77 : 77 + 2 * PAGE]
     assert len(calls) >= 2 * PAGE // most
 
 
-def test_a_direct_read_that_stops_inside_a_page_goes_on(
-    path: str, direct_reads: list[bool]
-) -> None:
+def test_direct_read_stopping_inside_a_page_continues(path: str, direct_reads: list[bool]) -> None:
     if not knows_direct_reads(path):
         pytest.skip("this file system knows no direct reads")
     stops = system_call("preadv", answer=lambda call: min(call.go_on(), 1000), at=1)
@@ -151,7 +155,7 @@ def test_a_direct_read_that_stops_inside_a_page_goes_on(
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE, PAGE + 1, SIZE - 1])
-def test_a_file_that_ends_too_early(path: str, size: int) -> None:
+def test_truncated_file_raises(path: str, size: int) -> None:
     file = open_file(path)
     os.truncate(path, size)
     with pytest.raises(TruncatedFileError) as error:
@@ -163,7 +167,7 @@ def test_a_file_that_ends_too_early(path: str, size: int) -> None:
         assert read(file, 0, size) == content(SIZE)[:size]
 
 
-def test_an_error_of_the_disk_is_not_taken_for_anything_else(path: str) -> None:
+def test_disk_error_is_not_mistaken_for_another(path: str) -> None:
     with (
         system_call("preadv", fails_with=errno.EIO),
         pytest.raises(OSError, match="Input/output"),
@@ -171,7 +175,7 @@ def test_an_error_of_the_disk_is_not_taken_for_anything_else(path: str) -> None:
         read(open_file(path), 0, PAGE)
 
 
-def test_links_are_followed_only_where_they_may_be(path: str, tmp_path: Path) -> None:
+def test_links_are_followed_only_where_allowed(path: str, tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(path)
     assert read(DataFile(str(link), follow_links=True), 0, 9) == content(SIZE)[:9]
@@ -180,7 +184,7 @@ def test_links_are_followed_only_where_they_may_be(path: str, tmp_path: Path) ->
     assert error.value.errno == errno.ELOOP
 
 
-def test_files_are_closed_when_nobody_needs_them(path: str, tmp_path: Path) -> None:
+def test_unused_files_are_closed(path: str, tmp_path: Path) -> None:
     file = open_file(path)
     assert len(open_files(tmp_path)) in (1, 2)
     del file
@@ -205,7 +209,7 @@ def sources(draw: st.DrawFn) -> Source:
 
 
 @given(sources(), st.sampled_from([PAGE, 2 * PAGE, 8 * PAGE]))
-def test_pieces_are_whole_pages_and_cover_everything_once(source: Source, chunk: int) -> None:
+def test_pieces_are_whole_pages_that_cover_everything_once(source: Source, chunk: int) -> None:
     end = max(round_up(s.at + s.extent.nbytes, PAGE) for s in source.segments)
     place_in_memory: dict[int, tuple[str, int]] = {}
     for piece in pieces(source, chunk):
@@ -227,7 +231,7 @@ def test_pieces_are_whole_pages_and_cover_everything_once(source: Source, chunk:
 
 
 @given(st.integers(0, 40 * PAGE), st.integers(1, 12))
-def test_parts_are_few_and_alike(nbytes: int, pages: int) -> None:
+def test_parts_are_few_and_equal(nbytes: int, pages: int) -> None:
     block = pages * PAGE
     found = list(parts(nbytes, block))
     assert len(found) == -(-nbytes // block), "more than needed"
@@ -243,10 +247,10 @@ def test_parts_are_few_and_alike(nbytes: int, pages: int) -> None:
         assert found[0][1] - found[-1][1] < len(found) * PAGE
 
 
-# What a disk is like -----------------------------------------------------------------------------
+# Properties of disks -----------------------------------------------------------------------------
 
 
-def test_the_system_tells_what_direct_reads_want(path: str) -> None:
+def test_direct_read_alignment_is_asked_of_the_system(path: str) -> None:
     with open(path, "rb") as file:
         told = direct_alignment(file.fileno())
     if told is None:
@@ -262,11 +266,11 @@ def test_the_system_tells_what_direct_reads_want(path: str) -> None:
     os.close(descriptor)
 
 
-def test_a_system_that_does_not_tell(path: str) -> None:
+def test_direct_read_alignment_unknown_is_a_page(path: str) -> None:
     untold = (
-        lacking("statx"),
+        without_libc_function("statx"),
         system_call("statx", fails_with=errno.ENOSYS),
-        statx_tells(512, mask=0),
+        report_alignment(512, mask=0),
     )
     with open(path, "rb") as file:
         for system in untold:
@@ -275,19 +279,17 @@ def test_a_system_that_does_not_tell(path: str) -> None:
                 assert read(open_file(path), 100, 3 * PAGE) == content(SIZE)[100 : 100 + 3 * PAGE]
 
 
-def test_a_file_that_takes_no_direct_reads_is_not_asked_for_any(
-    path: str, direct_reads: list[bool]
-) -> None:
+def test_file_without_direct_reads_is_read_buffered(path: str, direct_reads: list[bool]) -> None:
     """Some file systems take the flag and read through the cache all the same."""
-    with statx_tells(0):
+    with report_alignment(0):
         assert read(open_file(path), 0, 2 * PAGE) == content(SIZE)[: 2 * PAGE]
     assert direct_reads == [False]
 
 
-def test_a_disk_that_wants_more_than_pages(path: str, direct_reads: list[bool]) -> None:
+def test_disk_alignment_above_a_page_is_respected(path: str, direct_reads: list[bool]) -> None:
     if not knows_direct_reads(path):
         pytest.skip("this file system knows no direct reads")
-    with statx_tells(4 * PAGE):
+    with report_alignment(4 * PAGE):
         file = open_file(path)
     assert read(file, PAGE, 2 * PAGE) == content(SIZE)[PAGE : 3 * PAGE]
     assert read(file, 0, 4 * PAGE) == content(SIZE)[: 4 * PAGE]
@@ -307,7 +309,7 @@ def many(tmp_path: Path) -> list[str]:
     return paths
 
 
-def test_a_bounded_number_of_files_is_open(many: list[str], tmp_path: Path) -> None:
+def test_open_files_are_bounded(many: list[str], tmp_path: Path) -> None:
     table = FileTable("/nowhere")
     held = table.get(many[0])
     for round_trip in range(2):
@@ -321,12 +323,12 @@ def test_a_bounded_number_of_files_is_open(many: list[str], tmp_path: Path) -> N
     assert len(open_files(tmp_path)) == 0
 
 
-def test_a_file_is_opened_once_while_it_is_in_use(path: str) -> None:
+def test_file_in_use_is_opened_once(path: str) -> None:
     table = FileTable("/nowhere")
     assert table.get(path) is table.get(path)
 
 
-def test_after_a_rename_the_new_file_is_read(path: str, tmp_path: Path) -> None:
+def test_renamed_file_is_read_anew(path: str, tmp_path: Path) -> None:
     table = FileTable("/nowhere")
     old = table.get(path)
     (tmp_path / "new").write_bytes(content(SIZE, 1))
@@ -337,7 +339,7 @@ def test_after_a_rename_the_new_file_is_read(path: str, tmp_path: Path) -> None:
     assert read(old, 0, 100) == content(SIZE)[:100]
 
 
-def test_links_in_the_stores_own_directory_are_not_followed(path: str, tmp_path: Path) -> None:
+def test_links_in_the_stores_directory_are_not_followed(path: str, tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     for directory in (own, other):
         directory.mkdir()
@@ -377,7 +379,7 @@ def test_many_threads_share_a_table(many: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 1000, PAGE])
-def test_writes_that_come_in_pieces(most: int, tmp_path: Path) -> None:
+def test_short_writes_are_continued(most: int, tmp_path: Path) -> None:
     with system_call("pwrite", short=most), open(tmp_path / "file", "wb") as file:
         write_all(file.fileno(), memoryview(content(2 * PAGE)), 10)
     assert (tmp_path / "file").read_bytes() == bytes(10) + content(2 * PAGE)
@@ -387,9 +389,7 @@ def test_writes_that_come_in_pieces(most: int, tmp_path: Path) -> None:
     ("number", "kind"),
     [(errno.ENOSPC, DiskFullError), (errno.EDQUOT, DiskFullError), (errno.EIO, TransferError)],
 )
-def test_errors_of_the_system_name_the_file_and_what_to_do(
-    number: int, kind: type[TransferError]
-) -> None:
+def test_system_errors_name_the_file_and_the_remedy(number: int, kind: type[TransferError]) -> None:
     cause = OSError(number, os.strerror(number))
     error = transfer_error(cause, "writing to", key="k", path="/some/file")
     assert type(error) is kind
@@ -399,14 +399,14 @@ def test_errors_of_the_system_name_the_file_and_what_to_do(
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_a_file_that_was_passed_is_read_by_its_descriptors(path: str, direct: bool) -> None:
+def test_passed_file_is_read_by_its_descriptors(path: str, direct: bool) -> None:
     opened = DataFile(path, follow_links=True)
     cached, *past_the_cache = map(os.dup, opened.descriptors)
     if not direct:
         for descriptor in past_the_cache:
             os.close(descriptor)
         past_the_cache = []
-    os.unlink(path)  # nobody opens it by its name
+    os.unlink(path)  # it is not opened by name
     passed = DataFile.passed(
         "as they call it", cached, next(iter(past_the_cache), None), close_quietly
     )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.files import open_files
-from tests.helpers.system_calls import free_room, system_call
+from tests.helpers.system_calls import report_free_space, system_call
 from tests.helpers.threads import Gate
 from tests.store.helpers import PATIENCE, join
 from tierstore.model.sizes import PAGE
@@ -24,7 +24,7 @@ from tierstore.tiers.spill import Spill
 
 @contextmanager
 def held_open(path: str) -> Iterator[Gate]:
-    """Who opens `path` has it open, and goes on once the gate is open."""
+    """Open `path` on a thread that continues once the gate is open."""
     gate = Gate()
     with system_call("open", after=gate.hold, when=lambda call: call.args[0] == path):
         yield gate
@@ -37,7 +37,7 @@ def in_background(act: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
     return thread, found
 
 
-def test_a_disk_that_does_not_answer_stops_no_reads_of_others(tmp_path: Path) -> None:
+def test_hung_disk_blocks_no_other_reads(tmp_path: Path) -> None:
     for name in ("slow", "other"):
         (tmp_path / name).write_bytes(b"bytes")
     table = FileTable("/none")
@@ -52,7 +52,7 @@ def test_a_disk_that_does_not_answer_stops_no_reads_of_others(tmp_path: Path) ->
     assert found == [str(tmp_path / "other")]
 
 
-def test_a_file_that_was_replaced_while_it_was_opened_is_not_kept(tmp_path: Path) -> None:
+def test_file_replaced_while_opening_is_not_kept(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
     table = FileTable("/none")
@@ -67,7 +67,7 @@ def test_a_file_that_was_replaced_while_it_was_opened_is_not_kept(tmp_path: Path
     assert table.get(str(path)).stamp().size == 4, "it is read as it was before"
 
 
-def test_files_are_let_go_of_when_descriptors_run_out(tmp_path: Path) -> None:
+def test_files_are_closed_when_descriptors_run_out(tmp_path: Path) -> None:
     for name in "ab":
         (tmp_path / name).write_bytes(b"bytes")
     table = FileTable("/none")
@@ -84,7 +84,7 @@ def test_files_are_let_go_of_when_descriptors_run_out(tmp_path: Path) -> None:
         table.get(str(tmp_path / "a"))
 
 
-def test_short_reads_are_completed_up_to_the_end_of_the_file(tmp_path: Path) -> None:
+def test_short_reads_are_completed_to_the_end_of_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(range(100)))
     descriptor = os.open(tmp_path / "file", os.O_RDONLY)
     with system_call("pread", short=7):
@@ -93,9 +93,9 @@ def test_short_reads_are_completed_up_to_the_end_of_the_file(tmp_path: Path) -> 
     os.close(descriptor)
 
 
-def test_a_file_system_that_writes_nothing_is_an_error() -> None:
+def test_file_system_writing_nothing_raises() -> None:
     """And no reason to try for ever."""
-    with system_call("pwrite", returns=0), pytest.raises(OSError, match="writes nothing"):
+    with system_call("pwrite", returns=0), pytest.raises(OSError, match="wrote 0 bytes"):
         write_all(-1, memoryview(b"bytes"), 0)
 
 
@@ -108,7 +108,7 @@ def test_every_descriptor_is_closed_though_one_fails(tmp_path: Path) -> None:
             os.fstat(descriptor)
 
 
-def test_a_file_is_closed_by_the_last_who_writes_to_it(tmp_path: Path) -> None:
+def test_file_is_closed_by_its_last_writer(tmp_path: Path) -> None:
     """Its number would be another file's, soon, and that one would be written to."""
     cached = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
     file = OpenForWriting(cached, str(tmp_path / "file"))
@@ -127,12 +127,12 @@ def test_a_file_is_closed_by_the_last_who_writes_to_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["ftruncate", "fstatvfs"])
-def test_room_is_given_back_though_the_disk_fails(call: str, tmp_path: Path) -> None:
+def test_space_is_freed_though_the_disk_fails(call: str, tmp_path: Path) -> None:
     spill = Spill(str(tmp_path))
     offset = spill.take(3 * PAGE)
-    full = free_room(0) if call == "ftruncate" else nullcontext()  # else the file stays as it is
+    full = report_free_space(0) if call == "ftruncate" else nullcontext()
     with full, system_call(call, fails_with=errno.EIO) as failed:
-        spill.give_back(offset, 3 * PAGE)
+        spill.release(offset, 3 * PAGE)
     assert failed
     assert spill.take(3 * PAGE) == offset
     spill.close()

@@ -1,4 +1,4 @@
-"""Who holds a directory, what is told of them, and what is left behind and cleaned up."""
+"""The owner of a directory, its description, and the cleanup of its remains."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOST = socket.gethostname()
 
 
 def free(disk_dir: Path) -> bool:
-    """Whether another process could take the lock."""
+    """Return whether another process could take the lock."""
     code = (
         "import fcntl, sys\n"
         "file = open(sys.argv[1])\n"
@@ -56,12 +56,12 @@ def owner(process: object, host: object) -> str:
     return json.dumps({"pid": process, "host": host})
 
 
-def test_a_living_owner_is_told_by_its_number_and_host(tmp_path: Path) -> None:
+def test_live_owner_is_named_by_pid_and_host(tmp_path: Path) -> None:
     found = owner_written_as(owner(os.getpid(), HOST), tmp_path)
     assert found == f"process {os.getpid()} on {HOST!r}"
 
 
-def test_an_owner_that_has_ended_is_said_to_have_left_a_fork(tmp_path: Path) -> None:
+def test_dead_owner_is_reported_to_have_left_a_fork(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(WAIT)
     for process in (ended.pid, MAX_PROCESS - 1):  # no system has processes of such numbers
@@ -70,7 +70,7 @@ def test_an_owner_that_has_ended_is_said_to_have_left_a_fork(tmp_path: Path) -> 
     assert elsewhere == f"process {ended.pid} on 'elsewhere'", "of other machines nobody can tell"
 
 
-def test_an_owner_that_belongs_to_somebody_else_lives(tmp_path: Path) -> None:
+def test_owner_of_another_user_counts_as_alive(tmp_path: Path) -> None:
     with system_call("kill", fails_with=errno.EPERM) as asked:
         assert "has ended" not in owner_written_as(owner(4711, HOST), tmp_path)
     assert asked
@@ -83,23 +83,23 @@ def test_an_owner_that_belongs_to_somebody_else_lives(tmp_path: Path) -> None:
         *(owner(process, HOST) for process in ("x", [], True, 1.0, 0, -1, MAX_PROCESS + 1)),
     ],
 )
-def test_an_owner_that_cannot_be_read_is_unknown(text: str, tmp_path: Path) -> None:
+def test_unreadable_owner_is_unknown(text: str, tmp_path: Path) -> None:
     assert owner_written_as(text, tmp_path) == "an unknown process"
 
 
-def test_a_host_of_any_length_is_told_in_one_line(tmp_path: Path) -> None:
+def test_host_name_of_any_length_fits_one_line(tmp_path: Path) -> None:
     found = owner_written_as(owner(1, "h\n" * MAX_SHOWN), tmp_path)
     assert found == "process 1 on " + ascii("h\n" * (MAX_SHOWN // 2))
     assert "\n" not in found
 
 
-def test_who_looks_at_a_directory_without_a_lock_finds_nobody(tmp_path: Path) -> None:
+def test_directory_without_a_lock_has_no_owner(tmp_path: Path) -> None:
     assert is_locked(tmp_path) is None
     assert is_locked(tmp_path / "missing") is None
     assert not any(tmp_path.iterdir())
 
 
-def test_a_file_system_without_locks_has_no_owner(disk_dir: Path) -> None:
+def test_file_system_without_locks_has_no_owner(disk_dir: Path) -> None:
     directory = ObjectDirectory(disk_dir)
     with system_call("flock", fails_with=errno.ENOLCK):
         assert is_locked(disk_dir) is None
@@ -107,8 +107,8 @@ def test_a_file_system_without_locks_has_no_owner(disk_dir: Path) -> None:
     directory.close()
 
 
-def test_a_lock_is_tried_for_a_moment_and_no_longer(disk_dir: Path) -> None:
-    """Whoever only looks holds it for a moment."""
+def test_lock_is_retried_for_a_moment_only(disk_dir: Path) -> None:
+    """A mere reader of the lock holds it for a moment."""
     ObjectDirectory(disk_dir).close()
 
     def busy(tries: Container[int]) -> AbstractContextManager[list[Call]]:
@@ -131,7 +131,7 @@ def test_a_lock_is_tried_for_a_moment_and_no_longer(disk_dir: Path) -> None:
 # Forks -------------------------------------------------------------------------------------------
 
 
-def test_a_child_that_was_forked_keeps_nobody_out_when_its_parent_closes(disk_dir: Path) -> None:
+def test_forked_child_releases_the_lock_with_its_parent(disk_dir: Path) -> None:
     directory = ObjectDirectory(disk_dir)
     reader, writer = os.pipe()
     child = os.fork()
@@ -148,7 +148,7 @@ def test_a_child_that_was_forked_keeps_nobody_out_when_its_parent_closes(disk_di
         os.waitpid(child, 0)
 
 
-def test_what_a_child_gives_back_was_never_its_own(disk_dir: Path) -> None:
+def test_forked_child_releases_no_lock(disk_dir: Path) -> None:
     """In the child, only; the parent goes on holding the lock."""
     directory = ObjectDirectory(disk_dir)
     child = os.fork()
@@ -161,29 +161,29 @@ def test_what_a_child_gives_back_was_never_its_own(disk_dir: Path) -> None:
     assert free(disk_dir)
 
 
-def test_after_a_fork_every_copy_of_a_lock_is_closed(tmp_path: Path) -> None:
+def test_fork_closes_every_copy_of_a_lock(tmp_path: Path) -> None:
     """Every lock that its parent holds; a number that is not of one of them stays open."""
     directories = [ObjectDirectory(tmp_path / name) for name in "abc"]
     other = os.open(tmp_path, os.O_RDONLY)
     child = os.fork()
     if child == 0:
         locks = [path for path in open_files(tmp_path).values() if path.endswith("/LOCK")]
-        locking.give_back(other)  # not held here: it may be anybody's number by now
+        locking.release_lock(other)  # not held here: it may be anybody's number by now
         os._exit(len(locks) + (0 if is_open(other) else 100))
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    locking.give_back(other)  # nor is it held here
+    locking.release_lock(other)  # nor is it held here
     left = {other}
-    locking.leave_to_the_parent(left)  # what the child does, seen from where it can be looked at
+    locking.close_inherited_locks(left)  # what the child does, seen from where it can be looked at
     assert not left and not is_open(other)
     for directory in directories:
         directory.close()
 
 
-# What is left behind -----------------------------------------------------------------------------
+# Orphans -----------------------------------------------------------------------------------------
 
 
-def test_what_a_killed_process_left_is_removed_and_nothing_else(disk_dir: Path) -> None:
+def test_orphans_of_a_killed_process_alone_are_removed(disk_dir: Path) -> None:
     ObjectDirectory(disk_dir).close()
     temporary = disk_dir / "tmp"
     left = [
@@ -200,13 +200,13 @@ def test_what_a_killed_process_left_is_removed_and_nothing_else(disk_dir: Path) 
     for path in [*left, *others]:
         path.write_text("something")
     place = temporary / f"object-{'b' * 16}"
-    place.mkdir()  # no file of ours, and in nobody's way
+    place.mkdir()  # a foreign file that blocks nothing
     ObjectDirectory(disk_dir).close()
     assert not any(path.exists() for path in left)
     assert all(path.exists() for path in [*others, place])
 
 
-def test_directories_that_are_missing_are_made_for_the_owner_only(tmp_path: Path) -> None:
+def test_missing_directories_are_created_private(tmp_path: Path) -> None:
     place = tmp_path / "a" / "b" / "store"
     directory = ObjectDirectory(place)
     directory.write(KEY, packing(), data_of(OLD), single=False)
@@ -224,10 +224,13 @@ def test_directories_that_are_missing_are_made_for_the_owner_only(tmp_path: Path
         (True, errno.EIO, True),
     ],
 )
-def test_the_name_of_a_new_directory_lasts_and_that_of_an_old_one_is_not_ours(
+def test_new_directory_name_is_synced(
     exists: bool, number: int, opens: bool, disk_dir: Path
 ) -> None:
-    """Who may not look into the directory above cannot sync it; a disk that fails is an error."""
+    """Fail to sync the directory above.
+
+    Without permission it cannot be synced; a failing disk is an error.
+    """
     if exists:
         disk_dir.mkdir()
     above = str(disk_dir.parent)
@@ -242,14 +245,14 @@ def test_the_name_of_a_new_directory_lasts_and_that_of_an_old_one_is_not_ours(
 # Closing -----------------------------------------------------------------------------------------
 
 
-def test_a_directory_that_was_closed_well_leaves_an_empty_lock(disk_dir: Path) -> None:
+def test_directory_closed_well_leaves_an_empty_lock(disk_dir: Path) -> None:
     directory = ObjectDirectory(disk_dir)
     assert (disk_dir / "LOCK").stat().st_size > 0
     directory.close()
     assert (disk_dir / "LOCK").stat().st_size == 0
 
 
-def test_a_name_that_may_not_last_is_left_to_the_next_owner(disk_dir: Path) -> None:
+def test_unsynced_directory_name_is_left_to_the_next_owner(disk_dir: Path) -> None:
     directory = ObjectDirectory(disk_dir)
     directory.write(KEY, packing(), data_of(OLD), single=False)
     with (
@@ -276,20 +279,20 @@ def test_a_name_that_may_not_last_is_left_to_the_next_owner(disk_dir: Path) -> N
         (0o757, False, True),
     ],
 )
-def test_a_directory_that_others_may_change_is_refused(
+def test_directory_writable_by_others_raises(
     mode: int, mine: bool, refused: bool, disk_dir: Path
 ) -> None:
     disk_dir.mkdir()
     disk_dir.chmod(mode)
     with system_call("geteuid", returns=os.geteuid() + (not mine)):
         if refused:
-            with pytest.raises(TierStoreError, match="belongs to somebody else"):
+            with pytest.raises(TierStoreError, match="belongs to another user"):
                 ObjectDirectory(disk_dir)
         else:
             ObjectDirectory(disk_dir).close()
 
 
-def test_a_group_of_one_tensor_goes_straight_from_its_memory(disk_dir: Path) -> None:
+def test_group_of_one_tensor_is_written_from_its_memory(disk_dir: Path) -> None:
     spec = TensorSpec("t", "U8", (3 * PAGE,), (1,), 0)
     one = pack([Block("t", "U8", (3 * PAGE,), 3 * PAGE, (spec,))])
     data = random.Random(1).randbytes(one.nbytes)
@@ -306,7 +309,7 @@ def test_a_group_of_one_tensor_goes_straight_from_its_memory(disk_dir: Path) -> 
     assert stored.spec().key == KEY and stored.spec("other").key == "other"
 
 
-def test_a_group_without_bytes_reads_nothing(disk_dir: Path) -> None:
+def test_group_without_bytes_reads_nothing(disk_dir: Path) -> None:
     spec = TensorSpec("t", "F32", (0,), (1,), 0)
     directory = ObjectDirectory(disk_dir)
     stored = directory.write(
@@ -318,9 +321,7 @@ def test_a_group_without_bytes_reads_nothing(disk_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["posix_fallocate", "fsync", "rename"])
-def test_a_write_that_fails_leaves_the_old_group_and_nothing_else(
-    call: str, disk_dir: Path
-) -> None:
+def test_write_failure_leaves_only_the_old_group(call: str, disk_dir: Path) -> None:
     directory = ObjectDirectory(disk_dir)
     before = directory.write(KEY, packing(), data_of(OLD), single=False)
     with system_call(call, fails_with=errno.ENOSPC), pytest.raises(DiskFullError) as error:
@@ -331,9 +332,9 @@ def test_a_write_that_fails_leaves_the_old_group_and_nothing_else(
     directory.close()
 
 
-def test_a_lock_that_is_no_file_of_its_own_is_not_written_to(disk_dir: Path) -> None:
+def test_lock_that_is_another_file_is_not_written_to(disk_dir: Path) -> None:
     ObjectDirectory(disk_dir).close()
     os.link(disk_dir / "LOCK", disk_dir / "precious")
-    with pytest.raises(TransferError, match="no file of its own"):
+    with pytest.raises(TransferError, match="not a regular file with one name"):
         ObjectDirectory(disk_dir)
     assert (disk_dir / "precious").read_bytes() == b""

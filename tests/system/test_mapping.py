@@ -39,17 +39,17 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_hundred_maps_take_no_descriptor(path: Path, tmp_path: Path) -> None:
+def test_hundred_maps_take_no_descriptor(path: Path, tmp_path: Path) -> None:
     spill = Spill(str(tmp_path))
     before = open_descriptors()
     shown = [map_file(str(path), 10, 2 * PAGE) for _ in range(50)]
-    shown += [spill.show(spill.take_extent(PAGE)) for _ in range(50)]
+    shown += [spill.map_extent(spill.take_extent(PAGE)) for _ in range(50)]
     assert open_descriptors() == before
     assert all(len(view) in (PAGE, 2 * PAGE) for view in shown)
     spill.close()
 
 
-def test_a_map_goes_with_the_last_who_looks_at_it(path: Path) -> None:
+def test_map_goes_with_its_last_viewer(path: Path) -> None:
     kept = Kept()
     alive = weakref.ref(kept)
     descriptor = os.open(path, os.O_RDWR)
@@ -68,7 +68,7 @@ def test_a_map_goes_with_the_last_who_looks_at_it(path: Path) -> None:
     assert path.read_bytes()[PAGE + 5] == 99
 
 
-def test_what_a_file_does_not_hold_is_not_mapped(path: Path) -> None:
+def test_range_beyond_the_file_is_not_mapped(path: Path) -> None:
     """A look at it would kill the process."""
     map_file(str(path), PAGE, 2 * PAGE)
     with pytest.raises(TruncatedFileError, match="save it again") as error:
@@ -76,22 +76,22 @@ def test_what_a_file_does_not_hold_is_not_mapped(path: Path) -> None:
     assert error.value.path == str(path)
 
 
-def test_a_place_that_nobody_wrote_to_can_be_shown_where_no_room_is_reserved(
+def test_unwritten_range_without_reservation_is_mapped(
     tmp_path: Path,
 ) -> None:
     spill = Spill(str(tmp_path))
     with system_call("posix_fallocate", fails_with=errno.EOPNOTSUPP):
         first, second = spill.take_extent(2 * PAGE), spill.take_extent(PAGE)
-    spill.show(second)[:2] = b"ab"
-    shown = spill.show(first)
+    spill.map_extent(second)[:2] = b"ab"
+    shown = spill.map_extent(first)
     assert bytes(shown) == bytes(2 * PAGE)
     shown[-1:] = b"z"
-    assert bytes(spill.show(second)[:2]) == b"ab"
+    assert bytes(spill.map_extent(second)[:2]) == b"ab"
     spill.close()
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO])
-def test_writes_that_cannot_be_looked_for_are_not_taken_for_none(number: int) -> None:
+def test_writes_that_cannot_be_checked_are_assumed(number: int) -> None:
     watch = WriteWatch([(0, PAGE)])
     with before("open", failing(number)):
         for act in (watch.written, AddressSpace):
@@ -100,7 +100,7 @@ def test_writes_that_cannot_be_looked_for_are_not_taken_for_none(number: int) ->
 
 
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.EPERM])
-def test_a_system_that_does_not_tell_of_writes_is_borne_with(number: int) -> None:
+def test_system_without_write_tracking_is_supported(number: int) -> None:
     watch = WriteWatch([(0, PAGE)])
     with before("open", failing(number)):
         assert watch.written() == []

@@ -61,7 +61,7 @@ def found(tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> Exte
 @pytest.mark.parametrize(
     ("start", "stop"), [(0, NPAGES * PAGE), (0, 1), (PAGE - 1, PAGE + 1), (123, 3 * PAGE + 7)]
 )
-def test_a_private_map_is_found_to_the_byte(
+def test_private_map_is_found_to_the_byte(
     start: int, stop: int, looked_at: bool, path: Path
 ) -> None:
     tensor = mapped(path)
@@ -70,7 +70,7 @@ def test_a_private_map_is_found_to_the_byte(
     assert found(tensor, start, stop) == Extent(str(path), start, stop - start)
 
 
-def test_the_offset_of_the_map_counts(path: Path) -> None:
+def test_map_offset_is_respected(path: Path) -> None:
     with open(path, "rb") as file:
         part = mmap.mmap(file.fileno(), 2 * PAGE, access=mmap.ACCESS_COPY, offset=3 * PAGE)
     tensor = torch.frombuffer(part, dtype=torch.uint8)
@@ -78,7 +78,7 @@ def test_the_offset_of_the_map_counts(path: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, PAGE - 1, 2 * PAGE, NPAGES * PAGE - 1])
-def test_a_single_byte_that_was_written_is_noticed(at: int, path: Path) -> None:
+def test_single_written_byte_is_noticed(at: int, path: Path) -> None:
     tensor = mapped(path)
     tensor[at] += 1
     assert found(tensor) is None
@@ -90,8 +90,8 @@ def test_a_single_byte_that_was_written_is_noticed(at: int, path: Path) -> None:
     assert path.read_bytes()[at] == at % 256, "the file itself is as it was"
 
 
-def test_a_byte_that_was_written_with_the_value_it_had_is_noticed(path: Path) -> None:
-    """It cannot be told from one that was changed without reading the file."""
+def test_byte_written_with_its_old_value_is_noticed(path: Path) -> None:
+    """Without reading the file, it looks the same as a changed one."""
     tensor = mapped(path)
     tensor[0] = int(tensor[0])
     assert found(tensor) is None
@@ -111,9 +111,7 @@ def link_elsewhere(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [replace, forget, link_elsewhere])
-def test_a_file_that_is_no_longer_there_is_not_found(
-    change: Callable[[Path], None], path: Path
-) -> None:
+def test_deleted_file_is_not_found(change: Callable[[Path], None], path: Path) -> None:
     tensor = mapped(path)
     space = AddressSpace()
     change(path)
@@ -124,7 +122,7 @@ def test_a_file_that_is_no_longer_there_is_not_found(
         assert found(tensor) == Extent(str(path.with_suffix(".old")), 0, NPAGES * PAGE)
 
 
-def test_what_is_no_private_map_of_a_file_is_not_found(path: Path) -> None:
+def test_memory_that_is_no_private_map_is_not_found(path: Path) -> None:
     assert found(torch.zeros(NPAGES * PAGE, dtype=torch.uint8)) is None
     assert found(mapped(path, mmap.MAP_SHARED)) is None
     assert AddressSpace().extent_at(0, 1) is None
@@ -141,7 +139,7 @@ def test_files_of_any_name_are_found(name: str, path: Path) -> None:
     assert found(mapped(place)) == Extent(str(place), 0, NPAGES * PAGE)
 
 
-def test_a_file_that_only_looks_as_if_it_were_removed(path: Path) -> None:
+def test_file_named_like_a_deleted_one_is_found(path: Path) -> None:
     """The system marks removed files so; a name may end like that, too."""
     place = path.parent / "data (deleted)"
     path.rename(place)
@@ -150,8 +148,8 @@ def test_a_file_that_only_looks_as_if_it_were_removed(path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EMFILE, errno.ENFILE, errno.EIO])
-def test_where_pages_cannot_be_looked_up_nothing_is_believed(number: int, path: Path) -> None:
-    """Who cannot tell must store it."""
+def test_pages_that_cannot_be_checked_are_not_trusted(number: int, path: Path) -> None:
+    """Without write tracking, the weights must be stored."""
     tensor = mapped(path)
     assert found(tensor) is not None
 
@@ -167,7 +165,7 @@ def test_where_pages_cannot_be_looked_up_nothing_is_believed(number: int, path: 
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 1), (1, PAGE), (PAGE, PAGE), (5000, 9000)])
-def test_a_map_shows_the_file_and_never_changes_it(offset: int, nbytes: int, path: Path) -> None:
+def test_map_shows_the_file_and_never_changes_it(offset: int, nbytes: int, path: Path) -> None:
     whole = path.read_bytes()
     view = map_file(str(path), offset, nbytes)
     assert bytes(view) == whole[offset : offset + nbytes]
@@ -178,7 +176,7 @@ def test_a_map_shows_the_file_and_never_changes_it(offset: int, nbytes: int, pat
     assert found(again) == Extent(str(path), offset, nbytes)
 
 
-def test_a_map_follows_no_link(path: Path, tmp_path: Path) -> None:
+def test_map_follows_no_link(path: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     with pytest.raises(TransferError, match="link"):
         map_file(str(tmp_path / "link"), 0, 1)
@@ -220,7 +218,7 @@ def assert_kept(store: TierStore, expected: dict[str, torch.Tensor]) -> None:
     assert store.stats().bytes_read > before
 
 
-def test_weights_that_are_a_files_own_bytes_are_used_where_they_lie(
+def test_weights_mapped_from_a_file_are_used_in_place(
     loaded: dict[str, torch.Tensor], disk_dir: Path, tmp_path: Path
 ) -> None:
     assert files_of(loaded) == {str(tmp_path / "model.safetensors")}, "nothing to adopt"
@@ -234,7 +232,7 @@ def test_weights_that_are_a_files_own_bytes_are_used_where_they_lie(
 
 
 @pytest.mark.parametrize("change", ["one element", "cast", "a copy"])
-def test_only_what_differs_from_the_file_is_written(
+def test_changed_tensors_alone_are_written(
     change: str, loaded: dict[str, torch.Tensor], disk_dir: Path
 ) -> None:
     if change == "one element":
@@ -259,7 +257,7 @@ def test_only_what_differs_from_the_file_is_written(
 
 
 @pytest.mark.parametrize("change", [replace, forget])
-def test_weights_of_a_file_that_is_gone_are_written(
+def test_weights_of_a_deleted_file_are_written(
     change: Callable[[Path], None],
     loaded: dict[str, torch.Tensor],
     disk_dir: Path,
@@ -274,7 +272,7 @@ def test_weights_of_a_file_that_is_gone_are_written(
         assert_group(homes, weights())
 
 
-def test_what_a_home_shows_can_be_changed_by_its_owner_alone(
+def test_host_view_changes_stay_with_their_owner(
     loaded: dict[str, torch.Tensor], disk_dir: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "model.safetensors"
@@ -290,7 +288,7 @@ def test_what_a_home_shows_can_be_changed_by_its_owner_alone(
     assert stat.S_ISREG(file.stat().st_mode)
 
 
-def test_the_same_content_is_written_once(disk_dir: Path) -> None:
+def test_equal_content_is_written_once(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         for key in ("block", "other", "third"):
             homes = store.register(key, {"x": pages(3, 2)})

@@ -17,14 +17,14 @@ from tests.store.helpers import PAGE, assert_same, open_store, pages
 from tierstore import Access, TierStore
 from tierstore.lease import make_revocable, resume
 from tierstore.store import engine_of
-from tierstore.system.streams import on
+from tierstore.system.streams import run_on
 from tierstore.tiers.arena import device_arena
 
 pytestmark = pytest.mark.floor
 
 NBYTES = 64 << 10
 KINDS = ("disk", "onload", "offload", "copy")
-"""Of threads that a store has for what takes long."""
+"""Run on a thread that a store has for slow work."""
 
 
 class TwoThreads:
@@ -72,7 +72,7 @@ class TwoThreads:
 
 
 @needs_accelerator
-def test_threads_that_save_at_once_are_back_on_their_own_streams(disk_dir: Path) -> None:
+def test_threads_saving_at_once_return_to_their_streams(disk_dir: Path) -> None:
     device, two = torch.device(ACCELERATOR, 0), TwoThreads()
 
     def save() -> None:
@@ -90,7 +90,7 @@ def test_threads_that_save_at_once_are_back_on_their_own_streams(disk_dir: Path)
 
 
 @needs_accelerator
-def test_threads_that_make_device_memory_at_once_are_back_on_their_own_streams() -> None:
+def test_threads_allocating_at_once_return_to_their_streams() -> None:
     device, two = torch.device(ACCELERATOR, 0), TwoThreads()
     stream = torch.Stream(device)
 
@@ -104,7 +104,7 @@ def test_threads_that_make_device_memory_at_once_are_back_on_their_own_streams()
 
 
 @needs_accelerator
-def test_a_stream_is_left_where_what_is_done_on_it_fails(disk_dir: Path) -> None:
+def test_stream_is_left_when_its_work_fails(disk_dir: Path) -> None:
     device = torch.device(ACCELERATOR, 0)
     before = torch.accelerator.current_stream(device)
 
@@ -120,7 +120,7 @@ def test_a_stream_is_left_where_what_is_done_on_it_fails(disk_dir: Path) -> None
 
 @needs_accelerator
 @pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.two_devices)])
-def test_threads_of_a_store_work_on_its_device(index: int, disk_dir: Path) -> None:
+def test_store_threads_work_on_its_device(index: int, disk_dir: Path) -> None:
     """Page-locking, for one, is done for the current device of the thread."""
     device = torch.device(ACCELERATOR, index)
     current: dict[str, set[int]] = {}
@@ -134,7 +134,7 @@ def test_threads_of_a_store_work_on_its_device(index: int, disk_dir: Path) -> No
             note()
 
     threading.setprofile(look)  # of threads that begin from now on
-    # Of pageable memory, copies to the device are queued by a thread of the store's, too.
+    # A store's thread queues copies from pageable memory to the device, too.
     store = TierStore(2 * NBYTES, disk_dir, device=device, device_budget=2 * NBYTES)
     threading.setprofile(None)
     with pageable(), store:
@@ -151,10 +151,10 @@ def test_threads_of_a_store_work_on_its_device(index: int, disk_dir: Path) -> No
 
 @pytest.mark.pretend_only("late")
 @pytest.mark.parametrize("rested", [False, True])
-def test_what_a_lost_lease_lent_is_not_used_again_before_its_borrower_s_stream_has_passed(
+def test_lost_lease_memory_waits_for_its_stream(
     rested: bool, late_pretend: Any, disk_dir: Path
 ) -> None:
-    """Whoever finds out that it was lost, or calls it in, is on another stream."""
+    """The thread that finds the lease lost, or recalls it, is on another stream."""
     device = torch.device(ACCELERATOR, 0)
     theirs, read = torch.Stream(device), torch.empty(NBYTES, dtype=torch.uint8, pin_memory=True)
     with TierStore(4 * NBYTES, disk_dir, device=device, device_budget=NBYTES) as store:
@@ -179,17 +179,17 @@ def test_what_a_lost_lease_lent_is_not_used_again_before_its_borrower_s_stream_h
 
 @needs_accelerator
 @pytest.mark.two_devices
-def test_what_is_done_on_a_stream_of_another_device_leaves_the_caller_on_its_own() -> None:
+def test_stream_of_another_device_leaves_the_callers_device() -> None:
     stream = torch.Stream(DEVICE_1)
     mine = torch.accelerator.current_stream(DEVICE_0), torch.accelerator.current_stream(1)
-    assert on(stream, torch.accelerator.current_device_index) == 1
+    assert run_on(stream, torch.accelerator.current_device_index) == 1
     assert torch.accelerator.current_device_index() == 0
     after = torch.accelerator.current_stream(DEVICE_0), torch.accelerator.current_stream(1)
     assert after == mine
 
 
 @needs_accelerator
-def test_memory_first_used_in_inference_mode_is_used_outside_of_it(disk_dir: Path) -> None:
+def test_memory_first_used_in_inference_mode_is_reusable(disk_dir: Path) -> None:
     with open_store(disk_dir, ram=8 * PAGE, device=ACCELERATOR, device_budget=PAGE) as store:
         for number in range(2):
             store.put(f"g{number}", pages(number + 1))

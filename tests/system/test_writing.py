@@ -1,4 +1,4 @@
-"""Writing files: past the page cache where that is possible, whole, and to nobody else's file."""
+"""Files are written past the page cache where possible, whole, and never to foreign files."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 from tests.helpers.files import is_open
 from tests.helpers.system_calls import (
     Call,
-    refusing_opens,
-    statx_tells,
+    accepting_direct_opens,
+    rejecting_opens,
+    report_alignment,
     system_call,
-    taking_direct_opens,
 )
 from tierstore.model.sizes import PAGE
 from tierstore.system.files import OpenForWriting, close_all, close_quietly, read_fully, write_all
@@ -47,15 +47,15 @@ def opened(path: Path) -> OpenForWriting:
 
 
 def no_direct_opens() -> AbstractContextManager[list[Call]]:
-    return refusing_opens(os.O_DIRECT)
+    return rejecting_opens(os.O_DIRECT)
 
 
 def takes_no_direct_writes() -> AbstractContextManager[list[Call]]:
-    return statx_tells(0)
+    return report_alignment(0)
 
 
 @pytest.mark.parametrize("kind", [no_direct_opens, takes_no_direct_writes])
-def test_where_nothing_is_written_past_the_cache_it_is_written_through_it(
+def test_write_without_direct_io_goes_through_the_cache(
     kind: Callable[[], AbstractContextManager[list[Call]]], target: Path, data: memoryview
 ) -> None:
     with kind(), system_call("pwrite") as writes:
@@ -69,15 +69,13 @@ def test_where_nothing_is_written_past_the_cache_it_is_written_through_it(
 
 def with_direct(path: Path) -> OpenForWriting:
     """A file that has a descriptor of its own for direct writes, on any file system."""
-    with statx_tells(PAGE), taking_direct_opens() as opens:
+    with report_alignment(PAGE), accepting_direct_opens() as opens:
         file = opened(path)
     assert len(opens) == 2
     return file
 
 
-def test_what_the_disk_takes_past_the_cache_is_not_written_twice(
-    target: Path, data: memoryview
-) -> None:
+def test_direct_write_is_not_repeated_through_the_cache(target: Path, data: memoryview) -> None:
     file = with_direct(target)
     with system_call("pwrite") as writes:
         file.write(data, PAGE)
@@ -93,9 +91,7 @@ def failing(file: OpenForWriting, number: int) -> AbstractContextManager[list[Ca
     return system_call("pwrite", fails_with=number, when=lambda call: call.args[0] != file.cached)
 
 
-def test_a_file_system_that_takes_the_flag_and_refuses_the_write_is_asked_once(
-    target: Path, data: memoryview
-) -> None:
+def test_refused_direct_write_is_tried_once(target: Path, data: memoryview) -> None:
     file = with_direct(target)
     with failing(file, errno.EINVAL) as refused:
         for offset in (0, SIZE):
@@ -108,7 +104,7 @@ def test_a_file_system_that_takes_the_flag_and_refuses_the_write_is_asked_once(
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_a_direct_write_that_fails_is_not_tried_through_the_cache(
+def test_failed_direct_write_is_not_retried_through_the_cache(
     number: int, target: Path, data: memoryview
 ) -> None:
     file = with_direct(target)
@@ -119,10 +115,10 @@ def test_a_direct_write_that_fails_is_not_tried_through_the_cache(
     assert target.read_bytes() == b""
 
 
-def test_a_disk_that_writes_nothing_is_an_error_and_no_endless_loop() -> None:
+def test_disk_writing_nothing_raises_without_looping() -> None:
     with (
         system_call("pwrite", returns=0),
-        pytest.raises(OSError, match="writes nothing") as error,
+        pytest.raises(OSError, match="wrote 0 bytes") as error,
     ):
         write_all(0, memoryview(b"some"), 0)
     assert error.value.errno == errno.EIO
@@ -131,7 +127,7 @@ def test_a_disk_that_writes_nothing_is_an_error_and_no_endless_loop() -> None:
 # Closing -----------------------------------------------------------------------------------------
 
 
-def test_what_is_closed_is_written_to_no_more(target: Path, data: memoryview) -> None:
+def test_closed_file_is_not_written_to(target: Path, data: memoryview) -> None:
     file = opened(target)
     file.close()
     with pytest.raises(OSError, match="the file was closed") as error:
@@ -140,7 +136,7 @@ def test_what_is_closed_is_written_to_no_more(target: Path, data: memoryview) ->
     file.close()  # once more: nothing is closed that may be another's by now
 
 
-def test_a_file_that_is_closed_while_it_is_written_to_stays_open_until_then(
+def test_file_closed_during_a_write_stays_open_until_it_ends(
     target: Path, data: memoryview
 ) -> None:
     file = opened(target)
@@ -152,7 +148,7 @@ def test_a_file_that_is_closed_while_it_is_written_to_stays_open_until_then(
     assert not is_open(file.cached)
 
 
-def test_a_file_that_nobody_writes_to_is_closed_at_once(target: Path) -> None:
+def test_file_without_writers_is_closed_at_once(target: Path) -> None:
     file = opened(target)
     with file.in_use():
         pass
@@ -161,7 +157,7 @@ def test_a_file_that_nobody_writes_to_is_closed_at_once(target: Path) -> None:
     assert not is_open(file.cached)
 
 
-def test_many_threads_write_while_somebody_closes(target: Path, data: memoryview) -> None:
+def test_many_threads_write_during_a_close(target: Path, data: memoryview) -> None:
     file = opened(target)
     started, refused = threading.Event(), []
 
@@ -196,7 +192,7 @@ def test_every_descriptor_is_closed_though_some_fail(target: Path) -> None:
     close_all([None])
 
 
-def test_of_several_closes_that_fail_the_first_is_told(target: Path) -> None:
+def test_first_of_several_close_errors_is_raised(target: Path) -> None:
     descriptors = [os.open(target, os.O_RDONLY) for _ in range(2)]
     with (
         system_call("close", fails_with=errno.EIO, at=1),
@@ -208,7 +204,7 @@ def test_of_several_closes_that_fail_the_first_is_told(target: Path) -> None:
     assert not any(map(is_open, descriptors))
 
 
-def test_what_was_only_read_is_closed_without_a_word(target: Path) -> None:
+def test_read_only_file_is_closed_silently(target: Path) -> None:
     descriptor = os.open(target, os.O_RDONLY)
     with system_call("close", fails_with=errno.EIO) as failed:
         close_quietly(descriptor)
@@ -217,7 +213,7 @@ def test_what_was_only_read_is_closed_without_a_word(target: Path) -> None:
 
 
 @pytest.mark.parametrize("most", [1, 7, 100])
-def test_a_file_is_read_to_its_end_in_whatever_pieces_it_comes(most: int, target: Path) -> None:
+def test_file_is_read_to_its_end_in_any_pieces(most: int, target: Path) -> None:
     target.write_bytes(bytes(range(50)))
     descriptor = os.open(target, os.O_RDONLY)
     with system_call("pread", short=most):

@@ -59,14 +59,14 @@ OLD, NEW = 1, 2
 
 
 def put(directory: Path) -> None:
-    """What the store does."""
+    """Put a group, as the store does."""
     store = ObjectDirectory(directory)
     store.write(KEY, packing(), data_of(NEW), single=False)
     store.close()
 
 
 def remove(directory: Path) -> None:
-    """What the store does on a discard."""
+    """Discard a group, as the store does."""
     store = ObjectDirectory(directory)
     store.remove(KEY)
     store.close()
@@ -78,7 +78,7 @@ def open_only(directory: Path) -> None:
 
 
 def in_place(directory: Path) -> None:
-    """What nobody should do: the bytes are written over the old ones."""
+    """Overwrite the old bytes in place, a faulty protocol."""
     store = ObjectDirectory(directory)
     layout, data = packing(), data_of(NEW)
     digests = [
@@ -96,7 +96,7 @@ def in_place(directory: Path) -> None:
 
 
 def remove_and_write(directory: Path) -> None:
-    """What nobody should do either: for a moment there is nothing."""
+    """Remove the old file before the rename, a faulty protocol: for a moment there is none."""
     store = ObjectDirectory(directory)
     store.remove(KEY)
     store.write(KEY, packing(), data_of(NEW), single=False)
@@ -175,7 +175,7 @@ def attempt(do: Callable[[], object], number: int) -> tuple[int, str]:
 
 
 def look(directory: Path) -> str:
-    """What a reader finds under the key, after the directory was opened again."""
+    """Return what a reader finds under the key, in a reopened directory."""
     store = ObjectDirectory(directory)
     left = os.listdir(directory / "tmp")
     path = store.path_of(KEY)

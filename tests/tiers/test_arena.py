@@ -46,7 +46,7 @@ class Memory:
             self.made += 1
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def unmake(self, memory: torch.Tensor) -> None:
+    def free(self, memory: torch.Tensor) -> None:
         with self._lock:
             self.exists -= memory.numel()
 
@@ -74,7 +74,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
         self.memory = Memory()
-        self.arena = self.kind(BUDGET, self.memory.make, self.memory.unmake)
+        self.arena = self.kind(BUDGET, self.memory.make, self.memory.free)
         self.taken: list[Slot] = []
         self.work: list[tuple[torch.Tensor, Work]] = []
         self.peak = 0
@@ -105,7 +105,7 @@ class ArenaMachine(RuleBasedStateMachine):
             work = Work()
             slot.pending.append(work)
             self.work.append((slot.memory, work))
-        self.arena.give(slot)
+        self.arena.release(slot)
 
     @rule()
     def close(self) -> None:
@@ -114,7 +114,7 @@ class ArenaMachine(RuleBasedStateMachine):
         assert self.memory.exists == live
 
     @invariant()
-    def what_exists_is_within_the_budget(self) -> None:
+    def allocated_is_within_budget(self) -> None:
         if not hasattr(self, "arena"):
             return
         self.peak = max(self.peak, self.memory.exists)
@@ -125,7 +125,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def memory_goes_only_when_its_work_is_over(self) -> None:
         if not hasattr(self, "arena"):
             return
-        kept = [slot.memory for slot in [*self.taken, *self.arena.spare()]]
+        kept = [slot.memory for slot in [*self.taken, *self.arena.unused_slots()]]
         for memory, work in self.work:
             assert work.over or any(memory is other for other in kept)
 
@@ -134,20 +134,20 @@ ARENAS = settings(max_examples=100, stateful_step_count=40)
 UNSHRUNK = settings(ARENAS, max_examples=2000, phases=[Phase.generate], report_multiple_bugs=False)
 
 
-def test_memory_stays_within_the_budget_in_any_order_of_calls() -> None:
+def test_arena_in_any_order_of_calls_stays_within_budget() -> None:
     run_state_machine_as_test(ArenaMachine, settings=ARENAS)
 
 
 class KeepsIdleSlots(Arena):
-    def _condemn_until_it_fits(self) -> None:
+    def _retire_until_it_fits(self) -> None:
         pass
 
 
 class ForgetsToWait(Arena):
-    def _unmake_condemned(self) -> None:
-        for slot in self._condemned:
+    def _free_retired(self) -> None:
+        for slot in self._retired:
             slot.pending.clear()
-        super()._unmake_condemned()
+        super()._free_retired()
 
 
 class UnmakesAfterwards(Arena):
@@ -155,13 +155,13 @@ class UnmakesAfterwards(Arena):
         if slot.memory is None:
             slot.memory = self.make(slot.nbytes)
             self.bytes_held += slot.nbytes
-            self._unmake_condemned()
+            self._free_retired()
             self.peak_held = max(self.peak_held, self.bytes_held)
         return slot.memory
 
 
 @pytest.mark.parametrize("fault", [KeepsIdleSlots, ForgetsToWait, UnmakesAfterwards])
-def test_the_machine_notices_a_fault(fault: type[Arena]) -> None:
+def test_state_machine_notices_a_seeded_fault(fault: type[Arena]) -> None:
     """The control."""
 
     class Faulty(ArenaMachine):
@@ -171,46 +171,46 @@ def test_the_machine_notices_a_fault(fault: type[Arena]) -> None:
         run_state_machine_as_test(Faulty, settings=UNSHRUNK)
 
 
-def test_a_slot_is_used_again_by_a_group_of_its_size() -> None:
+def test_slot_is_reused_by_a_group_of_its_size() -> None:
     memory = Memory()
-    arena = Arena(BUDGET, memory.make, memory.unmake)
+    arena = Arena(BUDGET, memory.make, memory.free)
     first = arena.take(4 * PAGE)
     arena.fill(first)
-    arena.give(first)
+    arena.release(first)
     assert arena.take(4 * PAGE) is first
     assert memory.made == 1
-    arena.give(first)
+    arena.release(first)
     other = arena.take(10 * PAGE)
     assert memory.exists == 4 * PAGE, "nothing is unmade before it must be"
     arena.fill(other)
     assert memory.exists == memory.peak == 10 * PAGE
 
 
-def test_of_slots_of_a_size_the_one_that_was_given_back_first_is_used_again() -> None:
-    """Its device work is the oldest, so that whoever fills it waits the least."""
+def test_slots_of_a_size_are_reused_first_in_first_out() -> None:
+    """Its device work is the oldest, so that its next user waits the least."""
     arena = Arena(BUDGET, Memory().make)
     slots = [arena.take(2 * PAGE) for _ in range(3)]
     for slot in slots:
         arena.fill(slot)
         slot.pending.append(Work())
-        arena.give(slot)
+        arena.release(slot)
     assert [arena.take(2 * PAGE) for _ in slots] == slots
 
 
-def test_without_a_budget_nothing_is_unmade() -> None:
+def test_arena_without_a_budget_retires_nothing() -> None:
     memory = Memory()
-    arena = Arena(None, memory.make, memory.unmake)
+    arena = Arena(None, memory.make, memory.free)
     for npages in range(1, 20):
         slot = arena.take(npages * PAGE)
         arena.fill(slot)
-        arena.give(slot)
+        arena.release(slot)
     assert memory.made == 19
     assert memory.exists == arena.bytes_held == 190 * PAGE
     arena.close()
     assert memory.exists == arena.bytes_held == 0
 
 
-def test_memory_that_cannot_be_made_costs_nothing() -> None:
+def test_allocation_failure_counts_no_bytes() -> None:
     def fail(nbytes: int) -> torch.Tensor:
         raise MemoryError
 
@@ -219,33 +219,33 @@ def test_memory_that_cannot_be_made_costs_nothing() -> None:
         slot = arena.take(BUDGET)
         with pytest.raises(MemoryError):
             arena.fill(slot)
-        arena.give(slot)
+        arena.release(slot)
     assert arena.bytes_held == arena.peak_held == 0
 
 
-def test_what_was_given_back_before_it_was_filled_never_gets_memory() -> None:
-    """Who asked for it was interrupted: the memory would be counted nowhere."""
+def test_slot_released_unfilled_never_gets_memory() -> None:
+    """Its caller was interrupted: the memory would be counted nowhere."""
     memory = Memory()
-    arena = Arena(BUDGET, memory.make, memory.unmake)
+    arena = Arena(BUDGET, memory.make, memory.free)
     slot = arena.take(BUDGET)
-    arena.give(slot)
-    with pytest.raises(RuntimeError, match="given back"):
+    arena.release(slot)
+    with pytest.raises(RuntimeError, match="was released"):
         arena.fill(slot)
     assert memory.made == 0
     arena.fill(arena.take(BUDGET))
     assert memory.peak == arena.peak_held == BUDGET
 
 
-def test_what_is_given_back_while_it_is_filled_goes_before_the_next_is_made() -> None:
+def test_slot_released_while_filling_is_freed_before_the_next() -> None:
     memory = Memory()
     first: list[Slot] = []
 
     def make(nbytes: int) -> torch.Tensor:
         if not memory.made:
-            arena.give(first[0])
+            arena.release(first[0])
         return memory.make(nbytes)
 
-    arena = Arena(BUDGET, make, memory.unmake)
+    arena = Arena(BUDGET, make, memory.free)
     first.append(arena.take(BUDGET))
     arena.fill(first[0])
     arena.fill(arena.take(BUDGET))
@@ -253,10 +253,10 @@ def test_what_is_given_back_while_it_is_filled_goes_before_the_next_is_made() ->
     assert memory.peak == memory.exists == arena.peak_held == BUDGET
 
 
-def test_threads_that_fill_at_once_stay_within_the_budget() -> None:
+def test_concurrent_fills_stay_within_budget() -> None:
     """Each takes and gives under a lock, as the store does, and fills outside it."""
     memory = Memory()
-    arena = Arena(BUDGET, memory.make, memory.unmake)
+    arena = Arena(BUDGET, memory.make, memory.free)
     lock, used, wrong = threading.Lock(), [0], []
 
     def body(seed: int) -> None:
@@ -276,7 +276,7 @@ def test_threads_that_fill_at_once_stay_within_the_budget() -> None:
                 wrong.append(seed)
             with lock:
                 used[0] -= nbytes
-                arena.give(slot)
+                arena.release(slot)
 
     threads = [threading.Thread(target=body, args=(seed,)) for seed in range(1, 7)]
     for thread in threads:
@@ -289,7 +289,7 @@ def test_threads_that_fill_at_once_stay_within_the_budget() -> None:
     assert memory.exists == arena.bytes_held == 0
 
 
-def test_waiting_for_a_slot_includes_what_came_while_one_waited() -> None:
+def test_slot_wait_time_includes_later_arrivals() -> None:
     slot = Slot(PAGE)
     late = Work()
     slot.pending.append(Work(then=lambda: slot.pending.append(late)))
@@ -310,7 +310,7 @@ def test_fresh_memory_is_whole_pages(npages: int) -> None:
 
 
 @pytest.mark.pretend_only("counts")
-def test_an_accelerators_host_memory_is_page_locked_to_the_byte() -> None:
+def test_accelerator_host_memory_is_page_locked_to_the_byte() -> None:
     gc.collect()
     before = pretend.pinned_bytes()
     arena = host_arena(BUDGET, torch.device(ACCELERATOR))
@@ -321,13 +321,13 @@ def test_an_accelerators_host_memory_is_page_locked_to_the_byte() -> None:
         assert arena.fill(slot).data_ptr() % PAGE == 0
     assert pretend.pinned_bytes() - before == arena.bytes_held == 10 * PAGE
     for slot in slots:
-        arena.give(slot)
+        arena.release(slot)
     arena.close()
     assert pretend.pinned_bytes() == before
 
 
 @pytest.mark.pretend_only("bytes")
-def test_an_accelerators_own_memory_is_counted_to_the_byte() -> None:
+def test_device_memory_is_counted_to_the_byte() -> None:
     gc.collect()
     device = torch.device(DEVICE_0)
     before = pretend.memory_allocated()
@@ -335,7 +335,7 @@ def test_an_accelerators_own_memory_is_counted_to_the_byte() -> None:
     slot = arena.take(7 * PAGE)
     assert arena.fill(slot).device == device
     assert pretend.memory_allocated() - before == arena.bytes_held == 7 * PAGE
-    arena.give(slot)
+    arena.release(slot)
     arena.close()
     assert pretend.memory_allocated() == before
 
@@ -343,13 +343,13 @@ def test_an_accelerators_own_memory_is_counted_to_the_byte() -> None:
 # Books that are made anew ------------------------------------------------------------------------
 
 
-def test_after_who_kept_the_books_was_cut_short_all_room_is_there_again() -> None:
+def test_interrupted_bookkeeping_recovers_all_space() -> None:
     memory = Memory()
-    arena = Arena(BUDGET, memory.make, memory.unmake)
+    arena = Arena(BUDGET, memory.make, memory.free)
     used, lost, idle = (arena.take(4 * PAGE) for _ in range(3))
     for slot in (used, lost, idle):
         arena.fill(slot)
-    arena.give(idle)
+    arena.release(idle)
     arena.recount([used])
     assert arena.bytes_held == 8 * PAGE
     whole = arena.take(8 * PAGE)  # what idles makes room for it, and what was lost has

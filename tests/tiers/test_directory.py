@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from tests.helpers.files import flip_bit, object_file, open_files, with_flipped_bit
 from tests.helpers.processes import output_of
-from tests.helpers.system_calls import Call, no_chance, system_call
+from tests.helpers.system_calls import Call, random_bytes_zero, system_call
 from tests.tiers.dying import FLOATS, KEY, NEW, OLD, data_of, look, packing
 from tierstore.errors import (
     CorruptDataError,
@@ -71,7 +71,7 @@ def dying(protocol: str, existing: bool, disk_dir: Path) -> list[tuple[str, str]
         pytest.param("store", False, "absent", "new", marks=WHOLE),
     ],
 )
-def test_a_process_that_dies_leaves_the_old_group_or_the_new_one(
+def test_process_death_leaves_the_old_or_the_new_group(
     protocol: str, existing: bool, before: str, after: str, disk_dir: Path
 ) -> None:
     found = dying(protocol, existing, disk_dir)
@@ -91,7 +91,7 @@ def test_a_process_that_dies_leaves_the_old_group_or_the_new_one(
 @pytest.mark.parametrize(
     ("protocol", "wrong"), [("in place", "a mix"), ("remove and write", "absent")]
 )
-def test_a_worse_protocol_is_caught(protocol: str, wrong: str, disk_dir: Path) -> None:
+def test_weaker_commit_protocol_is_caught(protocol: str, wrong: str, disk_dir: Path) -> None:
     """The control: the same search finds what is wrong with these."""
     assert wrong in [found for _, found in dying(protocol, True, disk_dir)]
 
@@ -117,12 +117,12 @@ class Recorder:
         return result
 
     def places(self, name: str, about: str) -> list[int]:
-        """Where in the record these calls are."""
+        """Return the positions of these calls in the record."""
         return [i for i, call in enumerate(self.calls) if call == (name, about)]
 
 
 @pytest.mark.parametrize("shard", ["is new", "was left by somebody who died"])
-def test_what_a_commit_says_would_survive_a_power_cut(shard: str, disk_dir: Path) -> None:
+def test_commit_report_matches_a_power_cut(shard: str, disk_dir: Path) -> None:
     """Everything is synced before the next thing relies on it, and before the commit returns."""
     directory = ObjectDirectory(disk_dir)
     if shard != "is new":
@@ -143,7 +143,7 @@ def test_what_a_commit_says_would_survive_a_power_cut(shard: str, disk_dir: Path
     directory.close()
 
 
-def test_the_object_is_a_safetensors_file_whose_data_begins_at_a_page(disk_dir: Path) -> None:
+def test_object_is_a_safetensors_file_with_page_aligned_data(disk_dir: Path) -> None:
     made(disk_dir, KEY)
     found = next(iter(find_objects(disk_dir)))
     assert found.stored is not None
@@ -154,7 +154,7 @@ def test_the_object_is_a_safetensors_file_whose_data_begins_at_a_page(disk_dir: 
         assert {byte for name in file.keys() for byte in file.get_tensor(name).tobytes()} == {OLD}  # noqa: SIM118
 
 
-def test_the_last_of_two_puts_stays(disk_dir: Path) -> None:
+def test_two_puts_keep_the_last(disk_dir: Path) -> None:
     directory = ObjectDirectory(disk_dir)
     staged = [directory.stage(KEY, packing(), data_of(value), single=False) for value in (NEW, OLD)]
     assert list(find_objects(disk_dir)) == [], "it counts before it is committed"
@@ -166,7 +166,7 @@ def test_the_last_of_two_puts_stays(disk_dir: Path) -> None:
     assert look(disk_dir) == "new"
 
 
-def test_several_threads_commit_at_once(disk_dir: Path) -> None:
+def test_concurrent_commits_succeed(disk_dir: Path) -> None:
     directory = ObjectDirectory(disk_dir)
     errors: list[BaseException] = []
 
@@ -193,11 +193,11 @@ def test_several_threads_commit_at_once(disk_dir: Path) -> None:
     again.close()
 
 
-# Whose it is -------------------------------------------------------------------------------------
+# Ownership ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
-def test_nobody_else_may_look(mask: int, disk_dir: Path) -> None:
+def test_directory_is_private_to_its_user(mask: int, disk_dir: Path) -> None:
     before = os.umask(mask)
     try:
         directory = ObjectDirectory(disk_dir)
@@ -238,9 +238,7 @@ def refuses(disk_dir: Path) -> TierStoreError:
 
 
 @pytest.mark.parametrize("part", ["LOCK", "STORE.json", "objects", "tmp"])
-def test_a_link_in_the_place_of_a_part_is_not_followed(
-    part: str, disk_dir: Path, secret: Path
-) -> None:
+def test_symlinked_part_is_not_followed(part: str, disk_dir: Path, secret: Path) -> None:
     made(disk_dir, KEY)
     place = disk_dir / part
     target = secret / ("folder" if place.is_dir() else "file")
@@ -253,16 +251,14 @@ def test_a_link_in_the_place_of_a_part_is_not_followed(
 
 
 @pytest.mark.parametrize("part", ["LOCK", "STORE.json"])
-def test_a_pipe_in_the_place_of_a_part_does_not_hang(part: str, disk_dir: Path) -> None:
+def test_pipe_in_place_of_a_part_does_not_hang(part: str, disk_dir: Path) -> None:
     made(disk_dir, KEY)
     (disk_dir / part).unlink()
     os.mkfifo(disk_dir / part)
     refuses(disk_dir)
 
 
-def test_a_lock_that_is_another_name_of_something_is_not_written_to(
-    disk_dir: Path, secret: Path
-) -> None:
+def test_hard_linked_lock_is_not_written_to(disk_dir: Path, secret: Path) -> None:
     made(disk_dir)
     (disk_dir / "LOCK").unlink()
     os.link(secret / "file", disk_dir / "LOCK")
@@ -288,17 +284,17 @@ def test_links_below_objects_are_not_followed(disk_dir: Path, secret: Path) -> N
     assert look(disk_dir) == "new"
 
 
-def test_a_temporary_name_that_was_guessed_is_not_used(disk_dir: Path, secret: Path) -> None:
+def test_guessed_temporary_name_is_not_used(disk_dir: Path, secret: Path) -> None:
     directory = ObjectDirectory(disk_dir)
     write(directory, KEY, OLD)
     (disk_dir / "tmp" / ("object-" + "00" * 8)).symlink_to(secret / "file")
-    with no_chance(), pytest.raises(TransferError):
+    with random_bytes_zero(), pytest.raises(TransferError):
         write(directory, KEY, NEW)
     directory.close()
     assert look(disk_dir) == "old"
 
 
-def test_what_is_not_ours_is_left_alone(disk_dir: Path) -> None:
+def test_foreign_files_are_left_alone(disk_dir: Path) -> None:
     made(disk_dir, KEY)
     mine = [
         disk_dir / "notes.txt",
@@ -318,7 +314,7 @@ def test_what_is_not_ours_is_left_alone(disk_dir: Path) -> None:
     assert sorted(os.listdir(disk_dir / "tmp")) == ["folder", "notes.txt"]
 
 
-# What it says it is ------------------------------------------------------------------------------
+# Markers -----------------------------------------------------------------------------------------
 
 MARKERS = {
     "a newer format": b'{"format": 2}',
@@ -334,9 +330,7 @@ MARKERS = {
 
 
 @pytest.mark.parametrize("kind", MARKERS)
-def test_a_directory_of_another_format_is_refused_and_left_as_it_is(
-    kind: str, disk_dir: Path
-) -> None:
+def test_directory_of_another_format_raises_and_is_kept(kind: str, disk_dir: Path) -> None:
     made(disk_dir, KEY)
     marker = disk_dir / "STORE.json"
     whole = marker.read_bytes()
@@ -346,7 +340,7 @@ def test_a_directory_of_another_format_is_refused_and_left_as_it_is(
     error = refuses(disk_dir)
     assert "disk_dir" in str(error)
     if kind == "a newer format":
-        for part in ("format 2", "knows format 1", "upgrade"):
+        for part in ("format 2", "reads format 1", "upgrade"):
             assert part in str(error)
     assert left.exists()
     assert marker.read_bytes() == MARKERS[kind]
@@ -354,7 +348,7 @@ def test_a_directory_of_another_format_is_refused_and_left_as_it_is(
     assert look(disk_dir) == "old"
 
 
-def test_one_live_store_holds_the_directory(disk_dir: Path) -> None:
+def test_directory_has_one_live_store(disk_dir: Path) -> None:
     first = ObjectDirectory(disk_dir)
     assert is_locked(disk_dir) == f"process {os.getpid()} on {os.uname().nodename!r}"
     error = refuses(disk_dir)
@@ -365,9 +359,7 @@ def test_one_live_store_holds_the_directory(disk_dir: Path) -> None:
     ObjectDirectory(disk_dir).close()
 
 
-def test_things_of_others_are_left_alone_and_warned_of_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_foreign_files_are_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "model_index.json").write_text("{}")
     for _ in range(2):
         ObjectDirectory(tmp_path).close()
@@ -380,7 +372,7 @@ def test_things_of_others_are_left_alone_and_warned_of_once(
     assert not caplog.records
 
 
-def test_who_only_looks_at_the_lock_keeps_nobody_out(disk_dir: Path) -> None:
+def test_reading_the_lock_file_does_not_lock(disk_dir: Path) -> None:
     made(disk_dir)
     over = threading.Event()
 
@@ -412,9 +404,7 @@ def test_who_only_looks_at_the_lock_keeps_nobody_out(disk_dir: Path) -> None:
         ([], "an unknown process"),
     ],
 )
-def test_the_message_says_who_holds_the_lock_as_far_as_that_can_be_told(
-    said: Any, shown: str, disk_dir: Path
-) -> None:
+def test_locked_directory_error_names_the_holder(said: Any, shown: str, disk_dir: Path) -> None:
     first = ObjectDirectory(disk_dir)
     (disk_dir / "LOCK").write_text(json.dumps(said))
     owner = is_locked(disk_dir)
@@ -423,7 +413,7 @@ def test_the_message_says_who_holds_the_lock_as_far_as_that_can_be_told(
     assert shown in owner if "ended" in shown else owner == shown
 
 
-def test_opening_removes_what_a_killed_process_left_under_the_stores_own_names(
+def test_opening_removes_orphans_of_a_killed_process(
     disk_dir: Path,
 ) -> None:
     made(disk_dir, KEY)
@@ -447,7 +437,7 @@ def test_opening_removes_what_a_killed_process_left_under_the_stores_own_names(
     assert object_file(disk_dir, KEY).exists()
 
 
-def test_the_names_of_new_directories_are_synced_in_those_above_them(
+def test_new_directory_names_are_synced_in_their_parents(
     tmp_path: Path,
 ) -> None:
     record = Recorder(tmp_path)
@@ -466,7 +456,7 @@ def test_the_names_of_new_directories_are_synced_in_those_above_them(
     [("open", "/objects"), ("open", "/tmp"), ("listdir", ""), ("fsync", "/store")],
     ids=["objects", "tmp", "cleaning", "syncing"],
 )
-def test_an_opening_that_fails_leaves_no_lock_and_no_descriptor(
+def test_failed_opening_leaves_no_lock_and_no_descriptor(
     call: str, about: str, disk_dir: Path
 ) -> None:
     made(disk_dir)
@@ -503,7 +493,7 @@ HEADER_DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", HEADER_DAMAGES)
-def test_a_damaged_object_is_told_and_costs_its_own_key_only(damage: str, disk_dir: Path) -> None:
+def test_damaged_object_costs_its_own_key_only(damage: str, disk_dir: Path) -> None:
     made(disk_dir, KEY, "other")
     path = object_file(disk_dir, KEY)
     HEADER_DAMAGES[damage](path)
@@ -522,7 +512,7 @@ def test_a_damaged_object_is_told_and_costs_its_own_key_only(damage: str, disk_d
     assert path.is_dir() or look(disk_dir) == "new"
 
 
-def test_every_bit_of_a_header_counts(disk_dir: Path) -> None:
+def test_header_with_any_flipped_bit_is_refused(disk_dir: Path) -> None:
     """Many single flips, of which the structure alone would let two in five pass."""
     made(disk_dir, KEY)
     path = object_file(disk_dir, KEY)
@@ -537,23 +527,23 @@ def test_every_bit_of_a_header_counts(disk_dir: Path) -> None:
     assert look(disk_dir) == "old"
 
 
-# What may be lost --------------------------------------------------------------------------------
+# Ephemeral groups --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("lasting", [True, False])
-def test_what_may_be_lost_is_synced_by_nobody(lasting: bool, disk_dir: Path) -> None:
-    directory = ObjectDirectory(disk_dir, lasting=lasting)
+@pytest.mark.parametrize("durable", [True, False])
+def test_temporary_groups_are_never_synced(durable: bool, disk_dir: Path) -> None:
+    directory = ObjectDirectory(disk_dir, durable=durable)
     with system_call("fsync") as calls:
         write(directory, KEY, OLD)
         write(directory, KEY, NEW)
         write(directory, "other", OLD)
         directory.remove("other")
-    assert bool(calls) is lasting
+    assert bool(calls) is durable
     directory.close()
     assert look(disk_dir) == "new"
 
 
-def test_what_is_in_the_way_of_a_directory_is_told_and_left(tmp_path: Path) -> None:
+def test_file_in_place_of_a_directory_is_reported_and_kept(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")
     for path in (file, file / "below" / "it"):
@@ -561,6 +551,6 @@ def test_what_is_in_the_way_of_a_directory_is_told_and_left(tmp_path: Path) -> N
             ObjectDirectory(path)
     assert file.read_text() == "mine"
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(TransferError, match="link is no directory"):
+    with pytest.raises(TransferError, match="link is not a directory"):
         ObjectDirectory(tmp_path / "link")
     assert not (tmp_path / "nowhere").exists()

@@ -1,4 +1,4 @@
-"""Measuring a disk: what is told meanwhile, and that nothing is left behind."""
+"""Speed tests of a disk: progress is reported, and no file is left."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 
 from tests.helpers.files import open_files
-from tests.helpers.system_calls import Call, refusing_opens, system_call
+from tests.helpers.system_calls import Call, rejecting_opens, system_call
 from tests.system.test_files import knows_direct_reads
 from tierstore.system.files import DISK_THREADS, READ_BLOCK
 from tierstore.tiers.disk_speed import ROUNDS, SMALLEST, measure
 
 
-def test_reads_and_writes_are_measured(tmp_path: Path) -> None:
+def test_speed_test_measures_reads_and_writes(tmp_path: Path) -> None:
     found = measure(str(tmp_path), SMALLEST)
     assert found.read > 0
     assert found.new > 0
@@ -32,7 +32,7 @@ def test_reads_and_writes_are_measured(tmp_path: Path) -> None:
     assert found.direct == knows_direct_reads(str(tmp_path / "probe"))
 
 
-def test_as_many_bytes_are_moved_as_were_announced(tmp_path: Path) -> None:
+def test_speed_test_moves_as_many_bytes_as_announced(tmp_path: Path) -> None:
     announced: list[tuple[str, int]] = []
     moved: dict[str, int] = {}
     lock = threading.Lock()
@@ -52,7 +52,7 @@ def test_as_many_bytes_are_moved_as_were_announced(tmp_path: Path) -> None:
     assert moved == dict(announced)
 
 
-def test_reads_fill_more_memory_than_a_processor_keeps_near(tmp_path: Path) -> None:
+def test_speed_test_reads_exceed_processor_caches(tmp_path: Path) -> None:
     """Into the same few megabytes again and again, some disks are a third faster."""
     filled: set[int] = set()
 
@@ -68,8 +68,8 @@ def test_reads_fill_more_memory_than_a_processor_keeps_near(tmp_path: Path) -> N
     assert len(apart) * READ_BLOCK >= 256 << 20
 
 
-def test_reads_are_of_the_size_and_depth_that_they_are_told_for(tmp_path: Path) -> None:
-    """What is written is what is read: all of the file, over and over."""
+def test_speed_test_reads_have_the_given_size_and_depth(tmp_path: Path) -> None:
+    """The file is read as written: all of it, repeatedly."""
     sizes: set[int] = set()
     together, most = set(), 0
     lock = threading.Lock()
@@ -95,8 +95,8 @@ def test_reads_are_of_the_size_and_depth_that_they_are_told_for(tmp_path: Path) 
 
 
 @pytest.mark.full("measures a disk for seconds")
-def test_without_direct_reads_it_says_so(tmp_path: Path) -> None:
-    with refusing_opens(os.O_DIRECT):
+def test_speed_test_without_direct_reads_says_so(tmp_path: Path) -> None:
+    with rejecting_opens(os.O_DIRECT):
         found = measure(str(tmp_path), SMALLEST)
     assert not found.direct
     assert found.read > 0
@@ -105,10 +105,10 @@ def test_without_direct_reads_it_says_so(tmp_path: Path) -> None:
 @pytest.mark.full("the call, and what file it is made on", keep="values")
 @pytest.mark.parametrize("call", ["pwrite", "preadv", "posix_fallocate", "fsync"])
 @pytest.mark.parametrize("nameless", [True, False])
-def test_a_measurement_that_fails_leaves_nothing_behind(
+def test_speed_test_failure_leaves_nothing_behind(
     call: str, nameless: bool, tmp_path: Path
 ) -> None:
-    files = nullcontext() if nameless else refusing_opens(os.O_TMPFILE)
+    files = nullcontext() if nameless else rejecting_opens(os.O_TMPFILE)
     failing = system_call(call, fails_with=errno.EIO)
     with files, failing, pytest.raises(OSError, match="Input/output"):
         measure(str(tmp_path), SMALLEST)

@@ -12,7 +12,7 @@ import torch
 
 from tierstore.model.groups import GroupId
 from tierstore.system.file_table import FileTable
-from tierstore.system.views import laid_out, packed
+from tierstore.system.views import pack_tensors, packed_spec
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.disk_tier import DiskTier
 from tierstore.tiers.entry import GroupEntry
@@ -33,10 +33,10 @@ class Disk:
         self.tier = DiskTier(None, self.directory, files, self.names, self.serial, self.workers)
 
     def version(self, key: str, order: int) -> GroupEntry:
-        packing, _ = packed(key, LIKE)
+        packing, _ = pack_tensors(key, LIKE)
         self.names[key] += 1
         return GroupEntry(
-            GroupId(key, order), laid_out(key, packing, LIKE), None, packing, order=order
+            GroupId(key, order), packed_spec(key, packing, LIKE), None, packing, order=order
         )
 
     def save(self, entry: GroupEntry) -> None:
@@ -69,14 +69,14 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
     disk.directory.close()
 
 
-def test_the_file_of_a_key_is_its_newest_version_whichever_is_faster(disk: Disk) -> None:
+def test_file_of_a_key_is_its_newest_version(disk: Disk) -> None:
     old, new = disk.version("key", 1), disk.version("key", 2)
     disk.save(new)
     disk.save(old)
     assert disk.held("key") == 2
 
 
-def test_a_version_that_is_slower_than_its_removal_is_not_written(disk: Disk) -> None:
+def test_version_slower_than_its_removal_is_not_written(disk: Disk) -> None:
     old = disk.version("key", 1)
     disk.remove("key", 2)
     disk.save(old)
@@ -88,7 +88,7 @@ def test_a_version_that_is_slower_than_its_removal_is_not_written(disk: Disk) ->
     assert disk.tier.removing() == set()
 
 
-def test_nothing_is_remembered_of_keys_that_are_gone(disk: Disk) -> None:
+def test_removed_keys_are_forgotten(disk: Disk) -> None:
     late = disk.version("late", 1)
     disk.remove("late", 2)
     for number in range(3, 203):

@@ -1,4 +1,4 @@
-"""What is remembered of disks: hints, in a file that may be missing, damaged or another's."""
+"""Remembered disk speeds: hints, in a file that may be missing, damaged or foreign."""
 
 from __future__ import annotations
 
@@ -35,9 +35,7 @@ def nothing_is_known(data: str) -> bool:
     return known_speed(data) is None
 
 
-def test_what_was_measured_is_known_of_every_file_of_the_file_system(
-    data: str, tmp_path: Path
-) -> None:
+def test_known_speed_applies_to_the_whole_file_system(data: str, tmp_path: Path) -> None:
     assert nothing_is_known(data)
     assert remember(tmp_path, FOUND) == cache_file()
     for path in (data, tmp_path, str(tmp_path / "cache")):
@@ -46,7 +44,7 @@ def test_what_was_measured_is_known_of_every_file_of_the_file_system(
     assert known_speed(tmp_path) == 2e9
 
 
-def test_it_is_for_the_owner_only(tmp_path: Path, cache: Path) -> None:
+def test_known_speeds_file_is_private_to_its_owner(tmp_path: Path, cache: Path) -> None:
     before = os.umask(0)
     try:
         remember(tmp_path, FOUND)
@@ -58,7 +56,7 @@ def test_it_is_for_the_owner_only(tmp_path: Path, cache: Path) -> None:
 
 
 @pytest.mark.parametrize("part", [1, 2], ids=["device", "identity"])
-def test_another_file_system_is_not_known(part: int, data: str) -> None:
+def test_known_speed_of_another_file_system_is_none(part: int, data: str) -> None:
     """Neither another disk, nor a disk that has the number of one that is gone."""
     file = remember(data, FOUND)
     assert known_speed(data) == FOUND
@@ -72,14 +70,17 @@ def test_another_file_system_is_not_known(part: int, data: str) -> None:
 
 
 def renamed(file: Path, name: Callable[[list[str]], list[str]]) -> None:
-    """What was measured is that of another: a machine, a device and a file system have names."""
+    """Measure under another machine, device or file system.
+
+    All three have names.
+    """
     document = json.loads(file.read_text())
     ((known, entry),) = document["disks"].items()
     document["disks"] = {" ".join(name(known.split(" "))): entry}
     file.write_text(json.dumps(document))
 
 
-def test_another_machine_is_not_known(data: str) -> None:
+def test_known_speed_of_another_machine_is_none(data: str) -> None:
     """Home directories are shared."""
     file = remember(data, FOUND)
     assert os.uname().nodename in file.read_text()
@@ -87,7 +88,7 @@ def test_another_machine_is_not_known(data: str) -> None:
     assert nothing_is_known(data)
 
 
-def test_a_path_that_is_not_there_is_not_known(tmp_path: Path) -> None:
+def test_known_speed_of_missing_path_is_none(tmp_path: Path) -> None:
     remember(tmp_path, FOUND)
     assert known_speed(tmp_path / "missing") is None
     with pytest.raises(FileNotFoundError):
@@ -111,7 +112,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_is_as_good_as_none(damage: str, data: str) -> None:
+def test_known_speeds_damaged_file_is_ignored(damage: str, data: str) -> None:
     file = remember(data, FOUND)
     assert not nothing_is_known(data)
     DAMAGES[damage](file)
@@ -128,7 +129,7 @@ def test_a_damaged_file_is_as_good_as_none(damage: str, data: str) -> None:
 WRONG = [0, -1.0, float("nan"), float("inf"), "3e9", None, True, [3e9]]
 
 
-def test_a_value_that_cannot_be_is_as_good_as_none(data: str) -> None:
+def test_known_speeds_impossible_value_is_ignored(data: str) -> None:
     file = remember(data, FOUND)
     document = json.loads(file.read_text())
     ((name, entry),) = document["disks"].items()
@@ -141,7 +142,7 @@ def test_a_value_that_cannot_be_is_as_good_as_none(data: str) -> None:
     assert known_speed(data) == FOUND
 
 
-def test_without_a_home_nothing_is_written_anywhere(
+def test_known_speeds_without_home_writes_nothing(
     data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
@@ -154,7 +155,7 @@ def test_without_a_home_nothing_is_written_anywhere(
 
 
 @pytest.mark.parametrize("event", ["open", "os.rename"])
-def test_a_write_that_fails_leaves_the_old_file(event: str, data: str) -> None:
+def test_known_speeds_failed_write_keeps_the_old_file(event: str, data: str) -> None:
     file = remember(data, FOUND)
 
     def full(path: object, *_: object) -> None:
@@ -167,7 +168,7 @@ def test_a_write_that_fails_leaves_the_old_file(event: str, data: str) -> None:
     assert os.listdir(cache_file().parent) == ["disks.json"]
 
 
-def test_looking_needs_no_torch() -> None:
+def test_known_speeds_lookup_needs_no_torch() -> None:
     code = (
         "import sys, tierstore.tiers.disk_speed as m; m.known_speed('.');"
         "print([name for name in ('torch', 'numpy') if name in sys.modules])"

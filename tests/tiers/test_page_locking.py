@@ -51,7 +51,7 @@ class Calls:
 
 @pytest.fixture
 def calls(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Calls of the driver, which no audit event tells of."""
+    """Calls of the driver, which raise no audit event."""
     found, runtime = Calls(), pretend.cudart()
     register = runtime.cudaHostRegister
 
@@ -114,7 +114,7 @@ def groups(directory: Path, *sizes: int, ram: int = 256 << 20) -> Iterator[Group
 
 
 @pytest.mark.pretend_only("counts")
-def test_slots_are_locked_beside_each_other_and_their_reads(calls: Calls, tmp_path: Path) -> None:
+def test_page_locking_runs_beside_other_slots_and_reads(calls: Calls, tmp_path: Path) -> None:
     """The driver goes on once both slots are being locked, and all of both groups was read."""
     locking, reads = threading.Barrier(2), Count()
 
@@ -134,20 +134,20 @@ def test_slots_are_locked_beside_each_other_and_their_reads(calls: Calls, tmp_pa
 
 
 @pytest.mark.pretend_only("counts")
-def test_slot_that_is_used_again_is_not_locked_again(calls: Calls, tmp_path: Path) -> None:
+def test_slot_reused_is_not_locked_again(calls: Calls, tmp_path: Path) -> None:
     nbytes = 300 * PAGE
     with groups(tmp_path, *4 * [nbytes], ram=3 * nbytes) as found:
         for _ in range(3):
             found.read("0", "1", "2", "3")
-        made = found.arena.made
+        made = found.arena.allocations
         assert found.store.stats().bytes_read > 4 * nbytes
         assert len(calls.addresses) == len(set(calls.addresses)) == made <= 3
         found.store.put("other", torch.ones(100 * PAGE))  # the control: no slot has its size
-        assert len(calls.addresses) == found.arena.made == made + 1
+        assert len(calls.addresses) == found.arena.allocations == made + 1
 
 
 @pytest.mark.pretend_only("counts")
-def test_read_that_fails_waits_until_its_slot_is_locked(calls: Calls, tmp_path: Path) -> None:
+def test_read_failure_waits_until_its_slot_is_locked(calls: Calls, tmp_path: Path) -> None:
     driver, failed, errors = Gate(), threading.Event(), []
     calls.first = driver.hold
     with groups(tmp_path, TWO_PIECES) as found:
@@ -169,7 +169,7 @@ def test_read_that_fails_waits_until_its_slot_is_locked(calls: Calls, tmp_path: 
 
 
 @pytest.mark.pretend_only("counts")
-def test_refusal_beside_a_read_leaves_its_bytes_in_pageable_memory(
+def test_lock_refused_beside_a_read_leaves_bytes_pageable(
     calls: Calls, pretend: Any, tmp_path: Path
 ) -> None:
     reads = Count()
@@ -187,7 +187,7 @@ def test_refusal_beside_a_read_leaves_its_bytes_in_pageable_memory(
 
 
 @pytest.mark.pretend_only("counts")
-def test_store_closed_while_it_locks_leaves_nothing_locked(
+def test_store_closed_while_locking_leaves_nothing_locked(
     calls: Calls, pretend: Any, tmp_path: Path
 ) -> None:
     driver = Gate()
@@ -209,7 +209,7 @@ def provided(arena: Arena, nbytes: int) -> Slot:
     """A slot with memory, which is not locked yet."""
     slot = arena.take(nbytes)
     arena.provide(slot).fill_(7)
-    assert arena.is_to_lock(slot)
+    assert arena.needs_lock(slot)
     return slot
 
 
@@ -230,7 +230,7 @@ def test_memory_counts_before_it_is_locked(arena: Arena, driver: Driver) -> None
 
 
 @pytest.mark.parametrize("kernel_knows_how", [True, False])
-def test_locking_leaves_the_bytes_that_came_before(
+def test_page_locking_leaves_earlier_bytes(
     kernel_knows_how: bool, arena: Arena, driver: Driver
 ) -> None:
     slot = provided(arena, BUDGET // 2)
@@ -245,9 +245,9 @@ def test_locking_leaves_the_bytes_that_came_before(
     assert bool((slot.memory == 7).all())
 
 
-def test_slot_given_back_unlocked_is_locked_by_its_next_user(arena: Arena, driver: Driver) -> None:
+def test_slot_released_unlocked_is_locked_by_its_next_user(arena: Arena, driver: Driver) -> None:
     first = provided(arena, BUDGET // 2)
-    arena.give(first)
+    arena.release(first)
     assert not driver.locked
     again = arena.take(BUDGET // 2)
     assert again is first
@@ -257,7 +257,7 @@ def test_slot_given_back_unlocked_is_locked_by_its_next_user(arena: Arena, drive
     assert memory.data_ptr() in driver.locked
 
 
-def test_interrupted_locking_is_not_repeated_and_is_undone(driver: Driver) -> None:
+def test_interrupted_locking_is_undone_and_not_repeated(driver: Driver) -> None:
     """The driver may have locked the memory already, and would then refuse to lock it again."""
     arena = RegisteredArena(BUDGET, RegisteredMemory(driver, budget=BUDGET))
     slot, register = provided(arena, BUDGET // 2), driver.register
@@ -270,9 +270,9 @@ def test_interrupted_locking_is_not_repeated_and_is_undone(driver: Driver) -> No
     with pytest.raises(KeyboardInterrupt):
         arena.lock(slot)
     arena.fill(slot)
-    assert not arena.is_to_lock(slot)
+    assert not arena.needs_lock(slot)
     assert driver.calls == ["register"]
-    arena.give(slot, keep=False)
+    arena.release(slot, keep=False)
     arena.close()
     del slot
     gc.collect()
@@ -292,18 +292,18 @@ def test_slots_of_one_slab_lock_it_once(arena: Arena, driver: Driver) -> None:
     driver.register = held  # type: ignore[method-assign]
     first = start_thread(lambda: arena.lock(slots[0]))
     assert gate.reached.wait(PATIENCE)
-    assert arena.is_to_lock(slots[1]), "the driver has not locked it yet"
+    assert arena.needs_lock(slots[1]), "the driver has not locked it yet"
     second = start_thread(lambda: arena.fill(slots[1]))
     assert second.is_alive()
     gate.open()
     first.join()
     second.join()
     assert driver.calls == ["register"]
-    assert not any(map(arena.is_to_lock, slots))
+    assert not any(map(arena.needs_lock, slots))
 
 
 @pytest.mark.parametrize("locked_before", [True, False])
-def test_slab_that_gives_way_before_it_is_locked_stays_pageable(
+def test_slab_removed_before_it_is_locked_stays_pageable(
     locked_before: bool, arena: Arena, driver: Driver
 ) -> None:
     small = provided(arena, PAGE)
@@ -312,7 +312,7 @@ def test_slab_that_gives_way_before_it_is_locked_stays_pageable(
         arena.lock(small)
     provided(arena, BUDGET - PAGE)  # needs the pages of the slab that no slot has
     assert small.slab.unlocked
-    assert not arena.is_to_lock(small)
+    assert not arena.needs_lock(small)
     arena.lock(small)
     assert driver.calls == (["register", "unregister"] if locked_before else [])
     assert not driver.locked

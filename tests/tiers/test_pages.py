@@ -87,7 +87,7 @@ def assert_holds(memory: torch.Tensor, mark: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_slots_of_any_size_share_nothing_and_stay_within_the_budget(seed: int) -> None:
+def test_slots_of_any_size_are_disjoint_and_within_budget(seed: int) -> None:
     before = resident()
     pages = RecycledPages(BUDGET)
     most: list[int] = []
@@ -97,7 +97,7 @@ def test_slots_of_any_size_share_nothing_and_stay_within_the_budget(seed: int) -
     assert resident() - before < 2 * 1024**2, "pages were lost"
 
 
-def test_threads_share_nothing_and_stay_within_the_budget() -> None:
+def test_slots_of_threads_are_disjoint_and_within_budget() -> None:
     before = resident()
     pages = RecycledPages(4 * BUDGET)
     most: list[int] = []
@@ -113,7 +113,7 @@ def test_threads_share_nothing_and_stay_within_the_budget() -> None:
     assert resident() - before < 4 * 1024**2, "pages were lost"
 
 
-def test_a_slot_like_an_earlier_one_has_its_pages_as_they_are() -> None:
+def test_slot_like_an_earlier_one_reuses_its_pages() -> None:
     pages = RecycledPages(BUDGET)
     sizes = (3 * HUGE_PAGE + PAGE, 5 * HUGE_PAGE, 2 * PAGE)
     slots = {nbytes: pages.allocate(nbytes).fill_(1) for nbytes in sizes}
@@ -126,7 +126,7 @@ def test_a_slot_like_an_earlier_one_has_its_pages_as_they_are() -> None:
 
 
 @counts_huge_pages
-def test_a_slot_in_use_lends_the_pages_below_it() -> None:
+def test_slot_in_use_lends_the_pages_below_it() -> None:
     pages = RecycledPages(10 * HUGE_PAGE)
     pages.allocate(10 * HUGE_PAGE).fill_(1)
     low = pages.allocate(4 * HUGE_PAGE).fill_(2)
@@ -137,7 +137,7 @@ def test_a_slot_in_use_lends_the_pages_below_it() -> None:
     assert_holds(others[0], 3)
 
 
-def test_the_small_pages_of_a_larger_tail_give_way_to_huge_ones() -> None:
+def test_small_pages_of_a_larger_tail_yield_to_huge_ones() -> None:
     before = resident()
     pages = RecycledPages(4 * HUGE_PAGE)
     slots = [pages.allocate(2 * HUGE_PAGE - PAGE).fill_(1) for _ in range(2)]
@@ -150,7 +150,7 @@ def test_the_small_pages_of_a_larger_tail_give_way_to_huge_ones() -> None:
 
 
 @counts_huge_pages
-def test_after_the_first_pass_hardly_anything_is_populated() -> None:
+def test_later_passes_populate_hardly_anything() -> None:
     pages = RecycledPages(BUDGET)
     churn(pages.allocate, 300)
     again = populated(lambda: churn(pages.allocate, 300, seed=2))
@@ -159,7 +159,7 @@ def test_after_the_first_pass_hardly_anything_is_populated() -> None:
     assert again < fresh / 5
 
 
-def test_a_large_slot_lies_in_huge_pages_again_after_its_pages_moved() -> None:
+def test_large_slot_regains_huge_pages_after_moves() -> None:
     pages = RecycledPages(BUDGET)
     first = [pages.allocate(nbytes).fill_(1) for nbytes in (5 * HUGE_PAGE + PAGE, 3 * HUGE_PAGE)]
     first.clear()
@@ -187,7 +187,7 @@ def _huge_pages_at(memory: torch.Tensor) -> int:
     return found
 
 
-def test_a_view_that_outlives_its_slot_keeps_its_bytes() -> None:
+def test_view_that_outlives_its_slot_keeps_its_bytes() -> None:
     pages = RecycledPages(BUDGET)
     memory = pages.allocate(4 * HUGE_PAGE)
     memory.fill_(7)
@@ -200,7 +200,7 @@ def test_a_view_that_outlives_its_slot_keeps_its_bytes() -> None:
     assert view.tolist() == [7] * 10
 
 
-def test_pages_that_are_just_coming_back_are_waited_for() -> None:
+def test_pages_being_released_are_awaited() -> None:
     # Long enough for the other thread to come to its turn on a busy machine.
     before = resident()
     pages = RecycledPages(8 * HUGE_PAGE, patience=10 * PATIENCE)
@@ -212,7 +212,7 @@ def test_pages_that_are_just_coming_back_are_waited_for() -> None:
     assert resident() - before < 9 * HUGE_PAGE
 
 
-def test_a_view_that_is_kept_is_not_waited_for_again_and_again() -> None:
+def test_view_kept_for_long_is_awaited_once() -> None:
     pages = RecycledPages(8 * HUGE_PAGE)
     kept = pages.allocate(8 * HUGE_PAGE)[:10]
     started = time.monotonic()
@@ -223,7 +223,7 @@ def test_a_view_that_is_kept_is_not_waited_for_again_and_again() -> None:
     assert len(kept) == 10
 
 
-def test_memory_above_the_budget_is_told_once_for_as_long_as_there_is_some(
+def test_memory_above_the_budget_is_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pages = RecycledPages(8 * HUGE_PAGE, patience=PATIENCE / 10)
@@ -240,7 +240,7 @@ def test_memory_above_the_budget_is_told_once_for_as_long_as_there_is_some(
         caplog.clear()
 
 
-def test_what_comes_back_after_the_end_goes_to_the_system() -> None:
+def test_memory_released_after_close_goes_to_the_system() -> None:
     before = resident()
     pages = RecycledPages(BUDGET)
     memory = pages.allocate(8 * HUGE_PAGE)
@@ -251,7 +251,7 @@ def test_what_comes_back_after_the_end_goes_to_the_system() -> None:
     assert resident() - before < HUGE_PAGE
 
 
-def test_the_end_gives_up_what_a_slot_in_use_has_to_spare() -> None:
+def test_close_frees_spare_pages_of_a_slot_in_use() -> None:
     before = resident()
     pages = RecycledPages(BUDGET)
     pages.allocate(9 * HUGE_PAGE - PAGE).fill_(1)
@@ -262,7 +262,7 @@ def test_the_end_gives_up_what_a_slot_in_use_has_to_spare() -> None:
     assert_holds(memory, 7)
 
 
-def test_pages_that_cannot_be_moved_are_made_anew() -> None:
+def test_pages_that_cannot_be_moved_are_mapped_again() -> None:
     """A process may have only so many maps (vm.max_map_count); then `mremap` refuses."""
     before = resident()
     pages = RecycledPages(BUDGET)
@@ -274,7 +274,7 @@ def test_pages_that_cannot_be_moved_are_made_anew() -> None:
     assert resident() - before < 2 * 1024**2
 
 
-def test_memory_that_the_system_refuses_is_an_error_and_costs_nothing() -> None:
+def test_memory_refused_by_the_system_raises_and_counts_nothing() -> None:
     before = resident()
     pages = RecycledPages(None)
     with pytest.raises(OSError, match="could not map"):
@@ -284,16 +284,16 @@ def test_memory_that_the_system_refuses_is_an_error_and_costs_nothing() -> None:
     assert resident() - before < HUGE_PAGE
 
 
-def test_left_memory_keeps_only_the_pages_that_are_looked_at() -> None:
+def test_memory_left_behind_keeps_only_viewed_pages() -> None:
     pages = RecycledPages(None)
     memory = pages.allocate(16 * HUGE_PAGE)
     memory.fill_(3)
     before, held = resident(), pages.held
-    pages.leave(memory, [(5 * PAGE + 7, 5 * PAGE + 9), (9 * PAGE, 11 * PAGE)])
+    pages.set_detached(memory, [(5 * PAGE + 7, 5 * PAGE + 9), (9 * PAGE, 11 * PAGE)])
     assert resident() < before - 15 * HUGE_PAGE
     assert pages.held == held - 16 * HUGE_PAGE
     kept = torch.cat([memory[5 * PAGE : 6 * PAGE], memory[9 * PAGE : 11 * PAGE]])
     assert torch.equal(kept, torch.full_like(kept, 3))
-    pages.leave(memory, None)
+    pages.set_detached(memory, None)
     assert pages.held == held
     pages.close()

@@ -109,27 +109,27 @@ def filled(arena: Arena, *sizes: int) -> list[torch.Tensor]:
     slots = [arena.take(nbytes) for nbytes in sizes]
     memory = [arena.fill(slot) for slot in slots]
     for slot in slots:
-        arena.give(slot)
+        arena.release(slot)
     return memory
 
 
-def test_memory_is_locked_when_it_is_made_and_unlocked_before_it_goes(driver: Driver) -> None:
+def test_memory_is_locked_from_creation_to_release(driver: Driver) -> None:
     arena = arena_of(driver)
     slot = arena.take(4 * PAGE)
     memory = arena.fill(slot)
     address = memory.data_ptr()
     assert driver.locked == {address: 4 * PAGE}
     assert not memory.any()
-    arena.give(slot)
+    arena.release(slot)
     arena.close()
     assert driver.locked == {address: 4 * PAGE}, "a view of it is left"
     del memory
     assert driver.calls == ["register", "unregister"]
-    assert (arena.made, arena.unmade) == (1, 1)
+    assert (arena.allocations, arena.frees) == (1, 1)
     assert not driver.locked
 
 
-def test_memory_that_cannot_be_locked_stays_pageable_and_one_warning_says_so(
+def test_memory_that_cannot_be_locked_stays_pageable_and_warns(
     driver: Driver,
 ) -> None:
     driver.limit = 4 * PAGE
@@ -148,7 +148,7 @@ def test_memory_that_cannot_be_locked_stays_pageable_and_one_warning_says_so(
     assert driver.calls[5:] == ["unregister"], "what is not locked is not unlocked"
 
 
-def test_memory_a_driver_does_not_let_go_stays_mapped(
+def test_memory_a_driver_does_not_release_stays_mapped(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is tried again whenever memory is made or dropped."""
@@ -173,7 +173,7 @@ def is_mapped(address: int) -> bool:
 
 
 def resident(memory: torch.Tensor) -> int:
-    """How many bytes of it have a page behind them."""
+    """Return how many bytes of it have a page."""
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         pagemap.seek(memory.data_ptr() // PAGE * 8)
         entries = array("Q", pagemap.read(memory.nbytes // PAGE * 8))
@@ -181,7 +181,7 @@ def resident(memory: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("kernel_knows_how", [True, False])
-def test_memory_is_populated_before_it_is_registered_and_zeroed_once(
+def test_memory_is_populated_before_registration_zeroed_once(
     kernel_knows_how: bool, driver: Driver
 ) -> None:
     """Only the kernel zeroes it: a read into it may be under way."""
@@ -200,7 +200,7 @@ def test_memory_is_populated_before_it_is_registered_and_zeroed_once(
 
 
 def in_a_fork(address: int) -> bool:
-    """Whether a forked process has memory at an address."""
+    """Return whether a forked process has memory at an address."""
     child = os.fork()
     if not child:
         found = True
@@ -211,7 +211,7 @@ def in_a_fork(address: int) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_forked_processes_have_no_copy_of_locked_memory(driver: Driver) -> None:
+def test_forked_process_has_no_copy_of_locked_memory(driver: Driver) -> None:
     """The kernel would make it at the fork, of every page."""
     driver.limit = 4 * PAGE
     arena = arena_of(driver)
@@ -222,7 +222,7 @@ def test_forked_processes_have_no_copy_of_locked_memory(driver: Driver) -> None:
     assert in_a_fork(pageable.data_ptr()), "the control"
 
 
-def test_memory_that_is_made_later_is_locked_again(driver: Driver) -> None:
+def test_memory_allocated_later_is_locked_again(driver: Driver) -> None:
     driver.limit = 4 * PAGE
     arena = arena_of(driver, 8 * PAGE)
     with pytest.warns(RuntimeWarning, match="page-lock"):
@@ -253,15 +253,15 @@ def used_slot(arena: Arena) -> tuple[Slot, torch.Tensor]:
 def dropped_arena() -> list[torch.Tensor]:
     arena = host_arena(None, torch.device(ACCELERATOR))
     kept = [used_slot(arena) for _ in range(3)]
-    arena.give(kept[0][0])
-    arena.give(kept[1][0], keep=False)
+    arena.release(kept[0][0])
+    arena.release(kept[1][0], keep=False)
     return [target for _, target in kept]
 
 
 def closed_arena() -> list[torch.Tensor]:
     arena = host_arena(None, torch.device(ACCELERATOR))
     slot, target = used_slot(arena)
-    arena.give(slot)
+    arena.release(slot)
     arena.close()
     return [target]
 
@@ -308,7 +308,7 @@ WAYS = (
 
 @pytest.mark.pretend_only("counts")
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-def test_registered_memory_goes_in_order_when(
+def test_registered_memory_is_released_in_order(
     way: Callable[[], list[torch.Tensor]], late_pretend: Any
 ) -> None:
     late_pretend.reset_counters()
@@ -320,7 +320,7 @@ def test_registered_memory_goes_in_order_when(
 
 
 @pytest.mark.pretend_only("counts")
-def test_registered_memory_of_a_store_whose_thread_hangs_goes(
+def test_registered_memory_of_a_hung_store_is_released(
     late_pretend: Any, monkeypatch: pytest.MonkeyPatch, disk_dir: Path
 ) -> None:
     """Closing gives up on the thread, and so on closing the arena, which is dropped later."""
@@ -343,7 +343,7 @@ def test_registered_memory_of_a_store_whose_thread_hangs_goes(
 
 
 @pytest.mark.pretend_only("counts")
-def test_registered_memory_made_in_vain_goes(
+def test_registered_memory_never_used_is_released(
     late_pretend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An exception in the middle of making it, and an interrupt right after it was registered."""
@@ -369,7 +369,7 @@ def test_registered_memory_made_in_vain_goes(
 
 @pytest.mark.pretend_only("counts")
 @pytest.mark.parametrize("step", ["is_dropped", "release", "unregister"])
-def test_registered_memory_whose_release_is_interrupted_goes_later(
+def test_registered_memory_interrupted_release_is_retried(
     step: str, late_pretend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = RegisteredMemory(late_pretend)
@@ -378,7 +378,7 @@ def test_registered_memory_whose_release_is_interrupted_goes_later(
     done = getattr(where, step)
 
     def interrupted(*arguments: Any) -> Any:
-        if step == "unregister":  # it is unregistered, and nobody has noted it
+        if step == "unregister":  # it is unregistered, and not yet recorded
             done(*arguments)
         raise KeyboardInterrupt
 
@@ -404,7 +404,7 @@ def test_registered_memory_dropped_in_a_capture_goes_after_it(pretend: Any) -> N
 
 
 @pytest.mark.pretend_only("counts")
-def test_a_refused_registration_leaves_no_error_to_a_launch(pretend: Any) -> None:
+def test_registration_refused_leaves_no_error_to_a_launch(pretend: Any) -> None:
     memory = RegisteredMemory(pretend)
     pretend.fail_registrations(2)
     with pytest.warns(RuntimeWarning, match="page-lock"):
@@ -419,7 +419,7 @@ def test_a_refused_registration_leaves_no_error_to_a_launch(pretend: Any) -> Non
 
 @pytest.mark.pretend_only("counts")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_a_fork_that_drops_registered_memory_does_nothing(pretend: Any) -> None:
+def test_fork_dropping_registered_memory_does_nothing(pretend: Any) -> None:
     memory = [locked(RegisteredMemory(pretend), 4 * PAGE)]
     before = pretend.registrations()
     child = os.fork()
@@ -442,7 +442,7 @@ arena = host_arena(None, torch.device("pretend"))
 slots = [arena.take(8192) for _ in range(3)]
 memory = [arena.fill(slot) for slot in slots]
 copies = [each.to("pretend", non_blocking=True) for each in memory]
-arena.give(slots[0])
+arena.release(slots[0])
 arena.cycle = [arena]
 {more}
 """
@@ -455,14 +455,14 @@ def ending(more: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.full("processes that import torch and end")
 @pytest.mark.pretend_only("counts")
-def test_registered_memory_is_not_unmapped_at_exit(pretend: Any) -> None:
+def test_registered_memory_at_exit_stays_mapped(pretend: Any) -> None:
     done = ending("")
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.full("the control of the test above")
 @pytest.mark.pretend_only("counts")
-def test_memory_that_is_unmapped_at_exit_is_noticed(pretend: Any) -> None:
+def test_memory_unmapped_at_exit_is_noticed(pretend: Any) -> None:
     """The control for the test above: a map that goes as the modules do."""
     done = ending(
         "from tierstore.tiers.pages import fresh_memory\n"

@@ -27,7 +27,7 @@ from tierstore.model.tiers import Tier
 from tierstore.system.file_table import FileTable
 from tierstore.system.files import READ_BLOCK
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.mover import explained
+from tierstore.tiers.mover import library_error
 from tierstore.tiers.pages import fresh_memory
 from tierstore.tiers.reading import DiskReader, NotCheckedError
 from tierstore.tiers.workers import URGENT, Future, Workers
@@ -37,8 +37,7 @@ SIZE = 50 * PAGE + 777
 
 @dataclass
 class Desk:
-    """Reads groups as the hop from disk does, on a thread of the disk's, and tells of failures as
-    the mover does."""
+    """Reads groups on a disk thread as the hop does, and reports failures as the mover does."""
 
     reader: DiskReader
 
@@ -56,7 +55,7 @@ class Desk:
             assert asked.wait() == entry.source.nbytes
         except Exception as error:
             copy = Copy(entry.group, entry.spec.nbytes, Tier.DISK, Tier.HOST)
-            raise explained(error, copy) from None
+            raise library_error(error, copy) from None
         return bytes(memory.numpy().data)
 
 
@@ -126,7 +125,7 @@ def test_neighbours_in_a_file_are_one_read(
     assert reads == [(0, 12 * PAGE)]
 
 
-def test_what_lies_apart_is_one_read_each(
+def test_distant_tensors_are_one_read_each(
     path: str, desk: Callable[..., Desk], reads: list[tuple[int, int]]
 ) -> None:
     extents = [(10 * PAGE, PAGE), (30 * PAGE + 5, 2 * PAGE), (SIZE - 9, 9)]
@@ -135,7 +134,7 @@ def test_what_lies_apart_is_one_read_each(
     assert sorted(reads) == [(10 * PAGE, PAGE), (30 * PAGE, 3 * PAGE), (50 * PAGE, PAGE)]
 
 
-def test_a_large_group_is_read_in_blocks_of_equal_lengths(
+def test_large_group_is_read_in_equal_blocks(
     tmp_path: Path, desk: Callable[..., Desk], reads: list[tuple[int, int]]
 ) -> None:
     path, nbytes = tmp_path / "large", 2 * READ_BLOCK + PAGE
@@ -157,7 +156,7 @@ def test_several_threads_read_one_group(path: str, desk: Callable[..., Desk]) ->
     def meet() -> None:
         if threading.get_ident() not in threads:
             threads.add(threading.get_ident())
-            meeting.wait(30)  # three are here at once, or nobody goes on
+            meeting.wait(30)  # continues once three are here
 
     entry = cargo_of(path, *APART)
     with system_call("preadv", before=meet):
@@ -166,9 +165,7 @@ def test_several_threads_read_one_group(path: str, desk: Callable[..., Desk]) ->
 
 
 @pytest.mark.parametrize("broken", [0, 1, 3])
-def test_one_read_that_fails_fails_the_group(
-    broken: int, path: str, desk: Callable[..., Desk]
-) -> None:
+def test_read_failure_fails_the_group(broken: int, path: str, desk: Callable[..., Desk]) -> None:
     start = APART[broken][0]
     with (
         system_call("preadv", fails_with=errno.EIO, when=lambda call: call.args[2] == start),
@@ -178,7 +175,7 @@ def test_one_read_that_fails_fails_the_group(
     assert (error.value.key, error.value.path) == ("key", path)
 
 
-def test_a_file_that_ends_too_early_fails_the_group(path: str, desk: Callable[..., Desk]) -> None:
+def test_file_that_ends_early_fails_the_group(path: str, desk: Callable[..., Desk]) -> None:
     with pytest.raises(TruncatedFileError) as error:
         desk().read(cargo_of(path, (0, SIZE + 1)))
     assert error.value.key == "key"
@@ -190,7 +187,7 @@ def test_a_file_that_ends_too_early_fails_the_group(path: str, desk: Callable[..
         st.tuples(st.integers(0, 9000), st.integers(0, 9000), st.integers(1, 9000)), max_size=4
     )
 )
-def test_moves_that_overlap(
+def test_overlapping_moves_keep_the_bytes(
     moves: list[tuple[int, int, int]], path: str, desk: Callable[..., Desk]
 ) -> None:
     """As if what is moved had been put aside before."""
@@ -204,7 +201,7 @@ def test_moves_that_overlap(
     assert desk().read(entry)[:SIZE] == expected
 
 
-def test_a_move_out_of_bounds_touches_no_memory(path: str, desk: Callable[..., Desk]) -> None:
+def test_move_out_of_bounds_touches_no_memory(path: str, desk: Callable[..., Desk]) -> None:
     entry = cargo_of(path, (0, SIZE))
     assert entry.source is not None
     entry.source = replace(entry.source, moves=(Move(0, entry.spec.nbytes - 5, 100),))
@@ -257,9 +254,7 @@ def checked_cargo(path: str) -> GroupEntry:
 
 
 @pytest.mark.parametrize("tile", [1, 2, 3, 7])
-def test_parts_of_a_group_are_what_all_of_it_is(
-    tile: int, path: str, desk: Callable[..., Desk]
-) -> None:
+def test_parts_of_a_group_add_up_to_it(tile: int, path: str, desk: Callable[..., Desk]) -> None:
     reader, entry = desk().reader, checked_cargo(path)
     whole, parts = (fresh_memory(entry.spec.nbytes).numpy().data for _ in range(2))
     assert not reader.may_read_parts(entry), "it was never checked"
@@ -274,7 +269,7 @@ def test_parts_of_a_group_are_what_all_of_it_is(
         assert parts[segment.at : stop] == whole[segment.at : stop]
 
 
-def test_part_of_a_file_that_changed_is_not_trusted(path: str, desk: Callable[..., Desk]) -> None:
+def test_part_of_a_changed_file_is_not_trusted(path: str, desk: Callable[..., Desk]) -> None:
     reader, entry = desk().reader, checked_cargo(path)
     memory = fresh_memory(entry.spec.nbytes).numpy().data
     reader.read(entry, memory)
@@ -295,14 +290,14 @@ def test_part_of_a_file_that_changed_is_not_trusted(path: str, desk: Callable[..
         ("never", True, True),
     ],
 )
-def test_parts_are_read_where_nothing_is_checked(
+def test_unchecked_parts_are_read_separately(
     verify: str, checks: bool, may: bool, path: str, desk: Callable[..., Desk]
 ) -> None:
     entry = checked_cargo(path) if checks else cargo_of(path, (0, 9 * PAGE))
     assert desk(verify).reader.may_read_parts(entry) is may
 
 
-def test_bytes_that_are_moved_are_read_as_a_whole(path: str, desk: Callable[..., Desk]) -> None:
+def test_moved_bytes_are_read_as_a_whole(path: str, desk: Callable[..., Desk]) -> None:
     entry = cargo_of(path, (0, 9 * PAGE))
     assert entry.source is not None
     entry.source = replace(entry.source, moves=(Move(0, 9 * PAGE, PAGE),))

@@ -1,4 +1,4 @@
-"""Memory that processes share: the owner's bytes for everybody, and everybody else's for nobody."""
+"""Shared memory: others see the owner's bytes, and their writes stay private."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def maps() -> list[list[str]]:
 # Free ranges -------------------------------------------------------------------------------------
 
 
-def test_the_lowest_range_that_is_long_enough_is_taken() -> None:
+def test_lowest_sufficient_range_is_taken() -> None:
     free = FreeRanges(100)
     assert [free.take(nbytes, 1) for nbytes in (10, 20, 30)] == [0, 10, 30]
-    free.give(0, 10)
-    free.give(30, 30)
+    free.release(0, 10)
+    free.release(30, 30)
     assert free.ranges == [(0, 10), (30, 100)]
     assert free.take(11, 1) == 30
     assert free.take(10, 1) == 0
@@ -83,7 +83,7 @@ def test_the_lowest_range_that_is_long_enough_is_taken() -> None:
     assert free.ranges == []
 
 
-def test_what_lies_before_a_multiple_stays_free() -> None:
+def test_space_below_an_aligned_range_stays_free() -> None:
     free = FreeRanges(100)
     assert free.take(5, 1) == 0
     assert free.take(16, 16) == 16
@@ -92,12 +92,12 @@ def test_what_lies_before_a_multiple_stays_free() -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (0, 2, 1), (1, 0, 2), (2, 1, 0)])
-def test_neighbours_become_one(order: tuple[int, ...]) -> None:
+def test_neighbouring_ranges_are_merged(order: tuple[int, ...]) -> None:
     free = FreeRanges(30)
     for _ in range(3):
         free.take(10, 1)
     for one in order:
-        free.give(10 * one, 10)
+        free.release(10 * one, 10)
     assert free.ranges == [(0, 30)]
 
 
@@ -114,7 +114,7 @@ def play(seed: int, factor: int) -> None:
         while there and sum(size for _, size in there) + nbytes > budget:
             offset, size = there.pop(rng.randrange(len(there)))
             owner[offset // PAGE : (offset + size) // PAGE] = [False] * (size // PAGE)
-            free.give(offset, size)
+            free.release(offset, size)
         alignment = CHUNK if nbytes >= CHUNK else PAGE
         taken = free.take(nbytes, alignment)
         assert taken is not None, "no room"
@@ -124,22 +124,22 @@ def play(seed: int, factor: int) -> None:
         owner[pages] = [True] * (nbytes // PAGE)
         there.append((taken, nbytes))
     for offset, size in there:
-        free.give(offset, size)
+        free.release(offset, size)
     assert free.ranges == [(0, factor * budget)]
 
 
 @pytest.mark.parametrize("seed", range(by_lane(20, 200, 2000)))
-def test_within_the_budget_there_is_always_room(seed: int) -> None:
+def test_allocation_within_the_budget_always_succeeds(seed: int) -> None:
     play(seed, RANGES)
 
 
-def test_a_file_of_the_size_of_the_budget_would_not_do() -> None:
+def test_file_of_exactly_the_budget_is_too_small() -> None:
     with pytest.raises(AssertionError, match="no room"):
         for seed in range(20):
             play(seed, 1)
 
 
-def test_an_order_as_bad_as_can_be_finds_room() -> None:
+def test_worst_allocation_order_finds_space() -> None:
     """Robson's: of each size, those that stand in the way of the next size stay."""
     budget = 1 << 10  # in units of the smallest
     free = FreeRanges(RANGES * budget)
@@ -153,7 +153,7 @@ def test_an_order_as_bad_as_can_be_finds_room() -> None:
             highest = max(highest, offset + size)
         gone = {one for one in there if one[0] % (2 * size) + one[1] < 2 * size}
         for one in gone:
-            free.give(*one)
+            free.release(*one)
         there -= gone
     assert highest > 3 * budget, "this was no bad order"
 
@@ -162,7 +162,7 @@ def test_an_order_as_bad_as_can_be_finds_room() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, CHUNK, 5 * CHUNK + 7 * PAGE])
-def test_memory_is_ordinary_memory_in_whole_pages(shared: SharedArena, nbytes: int) -> None:
+def test_memory_is_whole_ordinary_pages(shared: SharedArena, nbytes: int) -> None:
     memory = shared.make(nbytes)
     assert (memory.dtype, memory.shape, memory.is_contiguous()) == (torch.uint8, (nbytes,), True)
     assert memory.data_ptr() % PAGE == 0
@@ -171,7 +171,7 @@ def test_memory_is_ordinary_memory_in_whole_pages(shared: SharedArena, nbytes: i
     assert int(memory.sum(dtype=torch.int64)) == 7 * nbytes
 
 
-def test_the_file_takes_what_is_touched_and_no_more(shared: SharedArena) -> None:
+def test_file_takes_only_touched_pages(shared: SharedArena) -> None:
     assert shared.size == RANGES * BUDGET
     assert taken(shared) == 0
     memory = shared.make(3 * PAGE)
@@ -179,40 +179,43 @@ def test_the_file_takes_what_is_touched_and_no_more(shared: SharedArena) -> None
     assert taken(shared) == 3 * PAGE
 
 
-def test_unmade_memory_is_given_back_at_once(shared: SharedArena) -> None:
+def test_retired_memory_returns_to_the_system_at_once(shared: SharedArena) -> None:
     first, second = shared.make(CHUNK + PAGE), shared.make(CHUNK)
     first.fill_(1)
     second.fill_(2)
     assert taken(shared) == 2 * CHUNK + PAGE
     offset = shared.offset_of(first)
-    shared.unmake(first)
+    shared.free(first)
     assert taken(shared) == CHUNK
     assert not first.any(), "who still looks at it sees zeros"
     assert bool((second == 2).all())
     assert shared.offset_of(shared.make(CHUNK)) == offset
 
 
-def test_memory_of_others_is_refused(shared: SharedArena) -> None:
+def test_foreign_memory_is_refused(shared: SharedArena) -> None:
     memory = shared.make(2 * PAGE)
     for other in (torch.zeros(PAGE, dtype=torch.uint8), memory[PAGE:]):
-        with pytest.raises(ValueError, match="no memory that was made here"):
-            shared.unmake(other)
-    shared.unmake(memory)
-    with pytest.raises(ValueError, match="no memory that was made here"):
+        with pytest.raises(ValueError, match="not from this arena"):
+            shared.free(other)
+    shared.free(memory)
+    with pytest.raises(ValueError, match="not from this arena"):
         shared.offset_of(memory)
 
 
-def test_memory_that_the_system_will_not_take_back_stays(shared: SharedArena) -> None:
+def test_memory_the_system_refuses_back_stays(shared: SharedArena) -> None:
     memory = shared.make(PAGE).fill_(1)
-    with system_call("madvise", fails_with=errno.EINVAL), pytest.raises(OSError, match="give"):
-        shared.unmake(memory)
+    with (
+        system_call("madvise", fails_with=errno.EINVAL),
+        pytest.raises(OSError, match="free shared"),
+    ):
+        shared.free(memory)
     assert shared.offset_of(memory) == 0
     assert shared.offset_of(shared.make(PAGE)) != 0
-    shared.unmake(memory)
+    shared.free(memory)
     assert taken(shared) == 0
 
 
-def test_what_the_file_does_not_have_is_refused(shared: SharedArena) -> None:
+def test_range_beyond_the_file_is_refused(shared: SharedArena) -> None:
     with pytest.raises(MemoryError, match="--ram"):
         shared.make(shared.size + 1)
     with pytest.raises(ValueError, match="at least 1"):
@@ -223,31 +226,31 @@ def test_what_the_file_does_not_have_is_refused(shared: SharedArena) -> None:
 
 
 @pytest.mark.parametrize("seed", range(by_lane(3, 20, 200)))
-def test_an_arena_of_it_stays_within_the_budget_in_any_order(seed: int) -> None:
+def test_arena_in_any_order_stays_within_budget(seed: int) -> None:
     rng = random.Random(seed)
     shared = SharedArena(BUDGET)
-    arena = Arena(BUDGET, shared.make, shared.unmake, close=shared.close)
+    arena = Arena(BUDGET, shared.make, shared.free, close=shared.close)
     there = []
     for turn in range(40):
         nbytes = rng.choice(SIZES)
         while sum(slot.nbytes for slot, _ in there) + nbytes > BUDGET:
             slot, mark = there.pop(rng.randrange(len(there)))
             assert slot.memory is not None and bool((slot.memory == mark).all())
-            arena.give(slot, keep=rng.random() < 0.5)
+            arena.release(slot, keep=rng.random() < 0.5)
         slot = arena.take(nbytes)
         arena.fill(slot).fill_(turn)
         there.append((slot, turn))
         assert taken(shared) <= BUDGET
-    assert arena.unmade > 0
+    assert arena.frees > 0
     for slot, mark in there:
         assert slot.memory is not None and bool((slot.memory == mark).all())
-        arena.give(slot)
-    arena.give_back_idle()
+        arena.release(slot)
+    arena.free_idle()
     assert taken(shared) == 0
     arena.close()
 
 
-def test_threads_get_memory_of_their_own(shared: SharedArena) -> None:
+def test_threads_get_separate_memory(shared: SharedArena) -> None:
     wrong: list[int] = []
 
     def work(mark: int) -> None:
@@ -255,7 +258,7 @@ def test_threads_get_memory_of_their_own(shared: SharedArena) -> None:
             memory = shared.make(3 * PAGE).fill_(mark)
             if not bool((memory == mark).all()):
                 wrong.append(mark)
-            shared.unmake(memory)
+            shared.free(memory)
 
     threads = [threading.Thread(target=work, args=(mark,)) for mark in (1, 2, 3, 4)]
     for thread in threads:
@@ -267,7 +270,7 @@ def test_threads_get_memory_of_their_own(shared: SharedArena) -> None:
     assert shared.offset_of(shared.make(shared.size)) == 0, "every range came back"
 
 
-def test_a_direct_read_arrives_in_it(shared: SharedArena, tmp_path: Path) -> None:
+def test_direct_read_arrives_in_shared_memory(shared: SharedArena, tmp_path: Path) -> None:
     data = random.Random(0).randbytes(CHUNK + PAGE)
     (tmp_path / "file").write_bytes(data)
     memory = shared.make(len(data))
@@ -283,14 +286,14 @@ def test_a_direct_read_arrives_in_it(shared: SharedArena, tmp_path: Path) -> Non
     assert map_of(shared).view(0, len(data)).numpy().tobytes() == data
 
 
-def test_memory_outlives_the_arena_and_the_map_goes_with_it() -> None:
+def test_memory_outlives_the_arena_until_its_map_is_gone() -> None:
     before = len(maps())
     shared = SharedArena(BUDGET)
     memory, other = shared.make(PAGE).fill_(3), shared.make(PAGE).fill_(4)
     shared.close()
     shared.close()
     assert bool((memory == 3).all())
-    shared.unmake(memory)
+    shared.free(memory)
     assert not memory.any()
     assert bool((other == 4).all())
     for call in (shared.read_only_descriptor, functools.partial(shared.make, PAGE)):
@@ -310,9 +313,7 @@ def test_memory_outlives_the_arena_and_the_map_goes_with_it() -> None:
         ("memfd_create", errno.EPERM, PermissionError),
     ],
 )
-def test_a_system_that_refuses_is_told_of_and_what_to_do(
-    call: str, number: int, kind: type[Exception]
-) -> None:
+def test_system_refusal_raises_with_a_remedy(call: str, number: int, kind: type[Exception]) -> None:
     before = os.listdir("/proc/self/fd")
     with system_call(call, fails_with=number), pytest.raises(kind, match=r"lower --ram.*ulimit"):
         SharedArena(BUDGET)
@@ -323,7 +324,7 @@ def test_a_system_that_refuses_is_told_of_and_what_to_do(
 # Readers -----------------------------------------------------------------------------------------
 
 
-def test_the_descriptor_writes_nothing(shared: SharedArena) -> None:
+def test_read_only_descriptor_cannot_write(shared: SharedArena) -> None:
     shared.make(PAGE).fill_(5)
     with descriptor_of(shared) as descriptor:
         assert not os.get_inheritable(descriptor)
@@ -336,7 +337,7 @@ def test_the_descriptor_writes_nothing(shared: SharedArena) -> None:
 
 
 @pytest.mark.parametrize("size", [0, 2 * RANGES * BUDGET], ids=["shorter", "longer"])
-def test_the_file_keeps_its_size_whoever_opens_it(shared: SharedArena, size: int) -> None:
+def test_file_keeps_its_size_for_every_opener(shared: SharedArena, size: int) -> None:
     with descriptor_of(shared) as descriptor:
         assert not os.fstat(descriptor).st_mode & 0o222
         os.fchmod(descriptor, 0o600)
@@ -353,7 +354,7 @@ def test_the_file_keeps_its_size_whoever_opens_it(shared: SharedArena, size: int
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_a_reader_sees_what_the_owner_writes(shared: SharedArena, private: bool) -> None:
+def test_reader_sees_the_owners_writes(shared: SharedArena, private: bool) -> None:
     memory = shared.make(CHUNK).fill_(1)
     reader = map_of(shared, private=private)
     shown = reader.view(shared.offset_of(memory), CHUNK)
@@ -362,7 +363,7 @@ def test_a_reader_sees_what_the_owner_writes(shared: SharedArena, private: bool)
     assert bool((shown == 2).all())
 
 
-def test_what_a_reader_writes_stays_with_it(shared: SharedArena) -> None:
+def test_reader_writes_stay_private(shared: SharedArena) -> None:
     memory = shared.make(2 * PAGE).fill_(1)
     reader, other = map_of(shared), map_of(shared)
     shown = reader.view(0, 2 * PAGE)
@@ -376,7 +377,7 @@ def test_what_a_reader_writes_stays_with_it(shared: SharedArena) -> None:
     assert bool((shown == 2).all())
 
 
-def test_a_map_for_devices_can_only_be_read(shared: SharedArena) -> None:
+def test_device_map_is_read_only(shared: SharedArena) -> None:
     before = {one[0] for one in maps()}
     reader = map_of(shared, private=False)
     assert {one[1] for one in maps() if one[0] not in before} == {"r--s"}
@@ -384,7 +385,7 @@ def test_a_map_for_devices_can_only_be_read(shared: SharedArena) -> None:
         reader.refresh(0, PAGE)
 
 
-def test_only_what_is_there_is_shown(shared: SharedArena) -> None:
+def test_views_outside_the_file_are_refused(shared: SharedArena) -> None:
     reader = map_of(shared)
     assert reader.view(shared.size - PAGE, PAGE).numel() == PAGE
     reader.refresh(shared.size - PAGE, PAGE)
@@ -398,7 +399,7 @@ def test_only_what_is_there_is_shown(shared: SharedArena) -> None:
         SharedMap(descriptor, shared.size + PAGE, private=True)
 
 
-def test_a_map_goes_with_its_last_view(shared: SharedArena) -> None:
+def test_map_is_released_with_its_last_view(shared: SharedArena) -> None:
     before = len(maps())
     memory = shared.make(PAGE).fill_(4)
     reader = map_of(shared)
@@ -412,7 +413,7 @@ def test_a_map_goes_with_its_last_view(shared: SharedArena) -> None:
     assert len(maps()) == before
 
 
-def test_a_reader_for_whom_there_are_no_addresses_is_told(shared: SharedArena) -> None:
+def test_reader_without_address_space_raises(shared: SharedArena) -> None:
     with (
         system_call("mmap of libc", fails_with=errno.ENOMEM),
         pytest.raises(MemoryError, match="--ram"),
@@ -432,7 +433,7 @@ def in_a_fork(work: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_another_process_sees_the_owners_bytes_and_takes_no_memory_for_them(
+def test_other_process_sees_bytes_without_taking_memory(
     shared: SharedArena,
 ) -> None:
     memory = shared.make(4 * CHUNK).fill_(1)
@@ -462,7 +463,7 @@ def test_another_process_sees_the_owners_bytes_and_takes_no_memory_for_them(
 
 
 def shared_bytes_in_huge_pages(address: int) -> int:
-    """Of the map of this process that begins at `address`."""
+    """Return the fields of this process's map that begins at `address`."""
     found, here = 0, False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         words = line.split()
@@ -475,7 +476,7 @@ def shared_bytes_in_huge_pages(address: int) -> int:
 
 
 def collapses() -> bool:
-    """Whether this system makes huge pages of shared memory where it is asked to."""
+    """Return whether this system makes huge pages of shared memory on request."""
     file = os.memfd_create("probe")
     try:
         os.ftruncate(file, CHUNK)
@@ -487,7 +488,7 @@ def collapses() -> bool:
     return bool(libc.madvise(address, CHUNK, MADV_COLLAPSE) == 0)
 
 
-def test_whole_chunks_are_in_huge_pages_for_owner_and_reader(shared: SharedArena) -> None:
+def test_whole_chunks_are_huge_pages_for_owner_and_reader(shared: SharedArena) -> None:
     if not collapses():
         pytest.skip("this system makes no huge pages of shared memory")
     memory = shared.make(2 * CHUNK + PAGE)
@@ -507,7 +508,7 @@ def test_whole_chunks_are_in_huge_pages_for_owner_and_reader(shared: SharedArena
     assert bool((seen == 3).all())
 
 
-def test_chunks_that_cannot_be_collapsed_hold_the_same_bytes(shared: SharedArena) -> None:
+def test_chunks_that_cannot_be_collapsed_keep_their_bytes(shared: SharedArena) -> None:
     with system_call("madvise", fails_with=errno.EINVAL):
         memory = shared.make(CHUNK + PAGE)
     memory.fill_(9)

@@ -38,7 +38,7 @@ def maps() -> int:
 
 
 def resident_pages(memory: torch.Tensor) -> int:
-    """How many of its pages have memory behind them."""
+    """Return how many of its pages have memory."""
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         pagemap.seek(memory.data_ptr() // PAGE * 8)
         return sum(entry >> 63 for entry in array("Q", pagemap.read(memory.nbytes // PAGE * 8)))
@@ -48,14 +48,14 @@ def resident_pages(memory: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("seed", range(by_lane(3, 20, 200)))
-def test_free_runs_are_those_of_a_bitmap(seed: int) -> None:
+def test_free_runs_match_a_bitmap(seed: int) -> None:
     rng, size = random.Random(seed), 200
     runs, taken = FreeRuns(size), np.zeros(size, dtype=bool)
     live: list[tuple[int, int]] = []
     for _ in range(400):
         if live and rng.random() < 0.5:
             offset, nbytes = live.pop(rng.randrange(len(live)))
-            runs.give(offset, nbytes)
+            runs.release(offset, nbytes)
             taken[offset : offset + nbytes] = False
         else:
             nbytes = rng.choice((1, 2, 7, 40))
@@ -72,12 +72,12 @@ def test_free_runs_are_those_of_a_bitmap(seed: int) -> None:
         )
 
 
-def test_free_runs_end_where_the_range_does() -> None:
+def test_free_runs_end_with_the_range() -> None:
     runs = FreeRuns(10)
     assert runs.take(10) == 0
-    runs.give(2, 3)
+    runs.release(2, 3)
     assert runs.cut(10) == 10, "what is free is not at the end"
-    runs.give(7, 3)
+    runs.release(7, 3)
     assert (runs.cut(10), list(runs), runs.nbytes) == (7, [(2, 3)], 3)
 
 
@@ -91,7 +91,7 @@ def test_small_slots_share_memory_maps() -> None:
     assert all(bool((slot == i % 251).all()) for i, slot in enumerate(slots))
 
 
-def test_memory_that_differs_has_a_map_each() -> None:
+def test_different_memory_kinds_have_separate_maps() -> None:
     """The control: maps are counted. (The system joins neighbours that are alike.)"""
     before = maps()
     each = [mmap.mmap(-1, PAGE, prot=mmap.PROT_READ << i % 2) for i in range(100)]
@@ -101,7 +101,7 @@ def test_memory_that_differs_has_a_map_each() -> None:
 
 
 @pytest.mark.parametrize("seed", range(by_lane(2, 10, 100)))
-def test_slabs_hold_what_they_count(seed: int) -> None:
+def test_slabs_hold_the_bytes_they_count(seed: int) -> None:
     """The bytes held are those of slots and of spare pages, never above the budget."""
     rng, budget = random.Random(seed), 8 * MIB
     pages = RecycledPages(budget)
@@ -115,7 +115,7 @@ def test_slabs_hold_what_they_count(seed: int) -> None:
         assert pages.held == used + pages.waiting <= budget
 
 
-def test_spare_pages_of_slabs_give_way_to_a_large_slot() -> None:
+def test_spare_slab_pages_yield_to_a_large_slot() -> None:
     pages = RecycledPages(8 * MIB)
     slots = [pages.allocate(PAGE).fill_(1) for _ in range(2048)]
     address = slots[0].data_ptr()
@@ -131,7 +131,7 @@ def test_spare_pages_of_slabs_give_way_to_a_large_slot() -> None:
     assert bool((large == 2).all())
 
 
-def test_slab_goes_with_its_last_slot_after_the_end() -> None:
+def test_slab_after_close_goes_with_its_last_slot() -> None:
     pages = RecycledPages(8 * MIB)
     first, second = (pages.allocate(PAGE).fill_(mark) for mark in (1, 2))
     address = first.data_ptr()
@@ -240,13 +240,13 @@ def test_small_page_locked_slots_share_registrations(
         bool((s.memory == i % 251).all()) for i, s in enumerate(slots) if s.memory is not None
     )
     for slot in slots:
-        arena.give(slot)
+        arena.release(slot)
     arena.close()
     del slots, slot
     assert not driver.locked
 
 
-def test_large_page_locked_slots_have_registrations_of_their_own(
+def test_large_page_locked_slots_are_registered_separately(
     arena: RegisteredArena, driver: Driver
 ) -> None:
     """The control."""
@@ -260,11 +260,11 @@ def sparse(arena: RegisteredArena) -> list[Slot]:
     slots = [filled(arena, PAGE, i % 251) for i in range(BUDGET // PAGE)]
     for i, slot in enumerate(slots):
         if i % 16:
-            arena.give(slot, keep=False)
+            arena.release(slot, keep=False)
     return slots[::16]
 
 
-def test_spare_locked_pages_give_way_to_a_large_slot(
+def test_spare_locked_pages_yield_to_a_large_slot(
     arena: RegisteredArena, locked: RegisteredMemory, driver: Driver
 ) -> None:
     kept = sparse(arena)
@@ -283,8 +283,8 @@ def test_spare_locked_pages_give_way_to_a_large_slot(
         assert slot.memory is not None
         assert bool((slot.memory == i * 16 % 251).all())
     for slot in [*kept, large]:
-        arena.give(slot, keep=True)
-    assert sum(slot.nbytes for slot in arena.spare()) == 2 * MIB + 64 * PAGE
+        arena.release(slot, keep=True)
+    assert sum(slot.nbytes for slot in arena.unused_slots()) == 2 * MIB + 64 * PAGE
     arena.close()
     del kept, large, slot, unlocked
     assert not driver.locked
@@ -292,7 +292,7 @@ def test_spare_locked_pages_give_way_to_a_large_slot(
 
 
 @pytest.mark.filterwarnings("ignore:CUDA could not page-lock")
-def test_spare_pageable_pages_give_way_to_a_large_slot(
+def test_spare_pageable_pages_yield_to_a_large_slot(
     arena: RegisteredArena, locked: RegisteredMemory, driver: Driver
 ) -> None:
     driver.limit = 0
@@ -306,7 +306,7 @@ def test_spare_pageable_pages_give_way_to_a_large_slot(
     assert all(slot.memory is not None for slot in kept)
 
 
-def test_slab_that_somebody_looks_at_stays_locked(
+def test_slab_with_a_live_view_stays_locked(
     arena: RegisteredArena, driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
     kept = sparse(arena)
@@ -320,8 +320,11 @@ def test_slab_that_somebody_looks_at_stays_locked(
 @pytest.mark.pretend_only("limits")
 @pytest.mark.parametrize("kept", [True, False])
 def test_slab_with_a_view_that_outlived_its_group_stays_locked(kept: bool, disk_dir: Path) -> None:
-    """One slab has sixteen groups, another four, and all but 896 KiB is a large one's. Without a
-    view, a group of 936 KiB gets the spare pages of the second slab."""
+    """Fill two slabs, and hold a view.
+
+    One slab has sixteen groups, another four, and all but 896 KiB is a large one's. Without a view,
+    a group of 936 KiB gets the spare pages of the second slab.
+    """
     with TierStore(4 * MIB, disk_dir, device=ACCELERATOR, device_budget=4 * MIB) as store:
         for i in range(20):
             store.put(f"k{i}", torch.full((100,), float(i)))
@@ -329,15 +332,15 @@ def test_slab_with_a_view_that_outlived_its_group_stays_locked(kept: bool, disk_
         tier = core_of(store).tiers.host
         entry = next(e for e in core_of(store).mover.entries() if e.group.key == "k19")
         slot = entry.slots[tier.tier]
-        assert slot.slab is not None and not slot.is_seen()
+        assert slot.slab is not None and not slot.may_have_views()
         view = next(iter(tier.view(entry).values()))[10:20]
-        assert slot.is_seen()
+        assert slot.may_have_views()
         if not kept:
             del view
         slab = slot.slab
         store.discard("k19")
-        core_of(store).mover.catch_up()
-        assert slot.is_seen() == kept
+        core_of(store).mover.drain()
+        assert slot.may_have_views() == kept
         store.put("second", torch.ones(936 << 8))
         assert slab.unlocked != kept
         if kept:

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.helpers.system_calls import Call, free_room, refusing_opens, system_call
+from tests.helpers.system_calls import Call, rejecting_opens, report_free_space, system_call
 from tests.system.test_files import content, knows_direct_reads, open_file, read, room
 from tierstore.errors import DiskFullError, TransferError
 from tierstore.model.header import digest
@@ -50,7 +50,7 @@ class SpillMachine(RuleBasedStateMachine):
     @initialize(refused=st.sampled_from([0, os.O_TMPFILE, os.O_DIRECT]), reserves=st.booleans())
     def start(self, refused: int, reserves: bool) -> None:
         self.directory = tempfile.mkdtemp(prefix="tierstore-spill-")
-        with refusing_opens(refused) if refused else nullcontext():
+        with rejecting_opens(refused) if refused else nullcontext():
             self.spill = self.kind(self.directory)
         self.system = ExitStack()
         if not reserves:
@@ -71,7 +71,7 @@ class SpillMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 99))
     def give_back(self, index: int) -> None:
         offset = sorted(self.live)[index % len(self.live)]
-        self.spill.give_back(offset, len(self.live.pop(offset)) - index % 2)
+        self.spill.release(offset, len(self.live.pop(offset)) - index % 2)
 
     @rule()
     def trim(self) -> None:
@@ -91,10 +91,10 @@ class SpillMachine(RuleBasedStateMachine):
             assert read(open_file(self.spill.path), offset, len(data)) == data
 
     @invariant()
-    def free_room_is_merged_and_the_books_are_right(self) -> None:
+    def free_space_is_merged(self) -> None:
         if not hasattr(self, "spill"):
             return
-        last, free = self.spill.room()
+        last, free = self.spill.usage()
         assert all(room > 0 for _, room in free)
         assert all(one[0] + one[1] < other[0] for one, other in pairwise(free))
         used = sum(len(data) for data in self.live.values())
@@ -114,18 +114,18 @@ SPILLS = settings(max_examples=60, stateful_step_count=30)
 UNSHRUNK = settings(SPILLS, max_examples=2000, phases=[Phase.generate], report_multiple_bugs=False)
 
 
-def test_room_is_never_given_to_two_and_always_used_again() -> None:
+def test_spill_space_is_exclusive_and_reused() -> None:
     run_state_machine_as_test(SpillMachine, settings=SPILLS)
 
 
 @pytest.mark.parametrize("fault", ["forgets to merge", "gives back too much"])
-def test_the_machine_notices_a_fault(fault: str) -> None:
+def test_state_machine_notices_a_seeded_fault(fault: str) -> None:
     """The control."""
 
     class Faulty(Spill):
-        def give_back(self, offset: int, nbytes: int) -> None:
+        def release(self, offset: int, nbytes: int) -> None:
             if fault == "gives back too much":
-                super().give_back(offset, nbytes + PAGE)
+                super().release(offset, nbytes + PAGE)
             else:
                 self._free.runs.append((offset, round_up(nbytes, PAGE)))
                 self._free.runs.sort()
@@ -138,24 +138,24 @@ def test_the_machine_notices_a_fault(fault: str) -> None:
         run_state_machine_as_test(FaultyMachine, settings=UNSHRUNK)
 
 
-def test_room_that_was_given_back_is_used_first(tmp_path: Path) -> None:
+def test_spill_space_freed_is_used_first(tmp_path: Path) -> None:
     spill = Spill(str(tmp_path))
     first, second, third = (spill.take(3 * PAGE) for _ in range(3))
-    spill.give_back(second, 3 * PAGE)
+    spill.release(second, 3 * PAGE)
     assert spill.take(2 * PAGE) == second
     assert spill.take(PAGE) == second + 2 * PAGE
     assert spill.take(PAGE) == third + 3 * PAGE
     for offset, nbytes in [(first, 3), (second, 2), (second + 2 * PAGE, 1), (third, 4)]:
-        spill.give_back(offset, nbytes * PAGE)
-    assert spill.room() == (0, [])
+        spill.release(offset, nbytes * PAGE)
+    assert spill.usage() == (0, [])
     spill.close()
 
 
 # How much of the disk it takes -------------------------------------------------------------------
 
 
-def test_the_same_blocks_are_overwritten_step_after_step(tmp_path: Path) -> None:
-    """What a step spills and drops, the next one spills again: the file stays as it is."""
+def test_same_blocks_are_overwritten_each_step(tmp_path: Path) -> None:
+    """A step spills the same as the one before: the file does not grow."""
     spill = Spill(str(tmp_path))
     seen = set()
     for step in range(4):
@@ -164,12 +164,12 @@ def test_the_same_blocks_are_overwritten_step_after_step(tmp_path: Path) -> None
         seen.add((tuple(saved), status.st_size, status.st_blocks))
         for i, offset in enumerate(saved):
             assert read(open_file(spill.path), offset, 8 * PAGE) == content(8 * PAGE, 10 * step + i)
-            spill.give_back(offset, 8 * PAGE)
+            spill.release(offset, 8 * PAGE)
     assert len(seen) == 1
     spill.close()
 
 
-def test_the_file_grows_in_large_steps(tmp_path: Path) -> None:
+def test_spill_file_grows_in_large_steps(tmp_path: Path) -> None:
     spill = Spill(str(tmp_path), growth=10 * PAGE)
     sizes = []
     for _ in range(25):
@@ -182,13 +182,13 @@ def test_the_file_grows_in_large_steps(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("free", "kept"), [(8, True), (7, False)])
-def test_room_is_kept_only_while_the_file_system_has_as_much_besides(
+def test_spill_space_is_kept_only_with_as_much_free_besides(
     free: int, kept: bool, tmp_path: Path
 ) -> None:
     spill = Spill(str(tmp_path), growth=PAGE)
     stays, goes = spill.save(filled(2 * PAGE, 1))[0], spill.save(filled(8 * PAGE, 2))[0]
-    with free_room(free * PAGE):
-        spill.give_back(goes, 8 * PAGE)
+    with report_free_space(free * PAGE):
+        spill.release(goes, 8 * PAGE)
         assert os.stat(spill.path).st_size == (10 if kept else 2) * PAGE
         assert read(open_file(spill.path), stays, 2 * PAGE) == content(2 * PAGE, 1)
         again = spill.save(filled(8 * PAGE, 3))[0]
@@ -198,17 +198,15 @@ def test_room_is_kept_only_while_the_file_system_has_as_much_besides(
 
 
 @pytest.mark.parametrize(("free", "size"), [(20, 10), (19, 2)])
-def test_a_large_step_is_taken_only_where_as_much_stays_free(
-    free: int, size: int, tmp_path: Path
-) -> None:
-    with free_room(free * PAGE):
+def test_spill_large_step_needs_as_much_free_space(free: int, size: int, tmp_path: Path) -> None:
+    with report_free_space(free * PAGE):
         spill = Spill(str(tmp_path), growth=10 * PAGE)
         assert spill.take(2 * PAGE) == 0
     assert os.stat(spill.path).st_size == size * PAGE
     spill.close()
 
 
-def test_a_disk_without_room_says_so_and_counts_nothing(tmp_path: Path) -> None:
+def test_spill_without_disk_space_raises_and_counts_nothing(tmp_path: Path) -> None:
     spill = Spill(str(tmp_path))
     with (
         system_call("posix_fallocate", fails_with=errno.ENOSPC),
@@ -226,7 +224,7 @@ def test_a_disk_without_room_says_so_and_counts_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "kind"), [(errno.ENOSPC, DiskFullError), (errno.EIO, TransferError)]
 )
-def test_a_save_that_fails_takes_no_room(
+def test_spill_save_failure_takes_no_space(
     number: int, kind: type[TransferError], tmp_path: Path
 ) -> None:
     spill = Spill(str(tmp_path))
@@ -234,13 +232,13 @@ def test_a_save_that_fails_takes_no_room(
         spill.save(filled(2 * PAGE))
     assert type(error.value) is kind
     assert str(tmp_path) in str(error.value)
-    assert spill.room() == (0, [])
+    assert spill.usage() == (0, [])
     offset, _ = spill.save(filled(2 * PAGE, 1))
     assert read(open_file(spill.path), offset, 2 * PAGE) == content(2 * PAGE, 1)
     spill.close()
 
 
-def test_parts_are_written_by_several_threads_and_each_is_summed(tmp_path: Path) -> None:
+def test_parts_are_written_by_several_threads_with_checksums(tmp_path: Path) -> None:
     spill = Spill(str(tmp_path))
     workers = Workers(3, "test")
     data = filled(2 * WRITE_BLOCK + 3 * PAGE, 4)
@@ -250,7 +248,7 @@ def test_parts_are_written_by_several_threads_and_each_is_summed(tmp_path: Path)
     def meet() -> None:
         if threading.get_ident() not in threads:
             threads.add(threading.get_ident())
-            meeting.wait(30)  # three are here at once, or nobody goes on
+            meeting.wait(30)  # continues once three are here
 
     with system_call("pwrite", before=meet):
         start, source = spill.save(data, workers.run_parallel)
@@ -265,7 +263,7 @@ def test_parts_are_written_by_several_threads_and_each_is_summed(tmp_path: Path)
     spill.close()
 
 
-def test_writes_go_past_the_page_cache(tmp_path: Path) -> None:
+def test_writes_bypass_the_page_cache(tmp_path: Path) -> None:
     probe = tmp_path / "probe"
     probe.write_bytes(bytes(PAGE))
     if not knows_direct_reads(str(probe)):
@@ -301,14 +299,14 @@ def use_in_turns(spill: Spill, seed: int) -> list[int]:
             for offset, nbytes, saved in held:
                 if read(open_file(spill.path), offset, nbytes) != content(nbytes, saved):
                     wrong.append(saved)
-                spill.give_back(offset, nbytes)
+                spill.release(offset, nbytes)
             held.clear()
     return wrong
 
 
-def test_many_threads_save_and_give_back(tmp_path: Path) -> None:
+def test_many_threads_save_and_free(tmp_path: Path) -> None:
     spill = Spill(str(tmp_path))
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(lambda seed: use_in_turns(spill, seed), range(4))) == 4 * [[]]
-    assert spill.room() == (0, [])
+    assert spill.usage() == (0, [])
     spill.close()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.helpers.threads import Gate
-from tierstore.tiers.workers import EARLY, URGENT, Workers, one_by_one
+from tierstore.tiers.workers import EARLY, URGENT, Workers, run_serially
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def workers() -> Iterator[Callable[[int], Workers]]:
         each.stop()
 
 
-def test_what_is_urgent_goes_first_and_then_what_is_old(workers: Callable[[int], Workers]) -> None:
+def test_urgent_jobs_go_first_then_the_oldest(workers: Callable[[int], Workers]) -> None:
     one = workers(1)
     gate, done, order = Gate(), threading.Event(), []
     one.submit(URGENT, gate.hold)
@@ -70,7 +70,7 @@ def test_parts_of_an_older_job_go_before_newer_jobs(workers: Callable[[int], Wor
     assert sorted(order) == ["newer"] + 4 * ["older"]
 
 
-def test_parts_are_done_by_as_many_threads_as_are_free(workers: Callable[[int], Workers]) -> None:
+def test_parts_are_done_by_all_free_threads(workers: Callable[[int], Workers]) -> None:
     three = workers(3)
     met, threads = threading.Barrier(3), set()
 
@@ -84,7 +84,7 @@ def test_parts_are_done_by_as_many_threads_as_are_free(workers: Callable[[int], 
     assert threads == {f"tierstore-test-{i}" for i in range(3)}
 
 
-def test_it_comes_to_its_end_though_every_other_thread_is_busy(
+def test_job_finishes_with_every_other_thread_busy(
     workers: Callable[[int], Workers],
 ) -> None:
     two = workers(2)
@@ -100,10 +100,10 @@ def test_it_comes_to_its_end_though_every_other_thread_is_busy(
 
 
 @pytest.mark.parametrize("helped", [False, True])
-def test_the_first_error_is_raised_and_what_has_not_begun_is_left_out(
+def test_first_error_is_raised_and_unstarted_parts_are_skipped(
     helped: bool, workers: Callable[[int], Workers]
 ) -> None:
-    run_parallel = workers(1).run_parallel if helped else one_by_one
+    run_parallel = workers(1).run_parallel if helped else run_serially
     done: list[int] = []
 
     def failing() -> None:
@@ -114,8 +114,8 @@ def test_the_first_error_is_raised_and_what_has_not_begun_is_left_out(
     assert done == [1]
 
 
-def test_it_returns_only_when_what_has_begun_is_over(workers: Callable[[int], Workers]) -> None:
-    """Nobody may give memory away into which another thread still reads."""
+def test_call_returns_after_all_started_parts(workers: Callable[[int], Workers]) -> None:
+    """Memory must stay while another thread still reads into it."""
     two = workers(2)
     gate, over = Gate(), threading.Event()
     failed = threading.Event()
@@ -140,12 +140,12 @@ def test_it_returns_only_when_what_has_begun_is_over(workers: Callable[[int], Wo
     assert failed.is_set()
 
 
-def test_nothing_is_nothing(workers: Callable[[int], Workers]) -> None:
+def test_empty_job_does_nothing(workers: Callable[[int], Workers]) -> None:
     workers(2).run_parallel([])
-    one_by_one([])
+    run_serially([])
 
 
-def test_what_is_queued_is_finished_before_the_end() -> None:
+def test_queued_jobs_are_finished_before_close() -> None:
     some = Workers(2, "test")
     done: list[int] = []
     for number in range(50):

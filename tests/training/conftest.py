@@ -38,12 +38,12 @@ ADAMW = {"lr": 1e-3, "weight_decay": 0.05, "fused": True}
 SGD = {"lr": 0.02, "momentum": 0.9, "fused": True}
 
 
-# What a model's training takes --------------------------------------------------------------------
+# The cost of training a model ---------------------------------------------------------------------
 
 
 @functools.cache
 def states_per_parameter(optimizer_class: type[torch.optim.Optimizer], **options: Any) -> int:
-    """How many tensors as large as a parameter an optimizer keeps for each."""
+    """Number of states, each as large as its parameter, that an optimizer keeps."""
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = torch.ones(3)
     optimizer = optimizer_class([parameter], **options)
@@ -68,8 +68,11 @@ def store_for(
     share: float = SMALL,
     **options: Any,
 ) -> Iterator[TierStore]:
-    """A store that may hold `share` of a full state in RAM: of so many bytes, or of a module that
-    AdamW trains. On an accelerator, all parameters have room, if nobody says otherwise."""
+    """Open a store that may hold `share` of a full training state in RAM.
+
+    `state` is in bytes, or a module that AdamW trains. On an accelerator, all parameters fit by
+    default.
+    """
     if isinstance(full_state, nn.Module):
         weights = parameter_bytes(full_state)
         full_state = full_state_bytes(full_state, torch.optim.AdamW)
@@ -119,8 +122,10 @@ def train(
     first: int = 0,
     after_step: Callable[[], Any] | None = None,
 ) -> list[torch.Tensor]:
-    """Train with the batches of a kind from number `first * accumulate` on. Returns what must be
-    equal as well: all losses, and the norms before clipping."""
+    """Train on the batches of a kind from number `first * accumulate` on.
+
+    Returns further values to compare: all losses, and the norms before clipping.
+    """
     found = []
     for step in range(first, first + steps):
         for number in range(step * accumulate, (step + 1) * accumulate):
@@ -244,13 +249,15 @@ def assert_within_budgets(store: TierStore) -> None:
 
 
 def assert_nothing_is_leased(model: OffloadModel, *, but: str = "-") -> None:
-    """Between two steps, nobody holds anything but what is kept for good, and keys that begin with
-    `but`."""
+    """Check that between two steps only permanent leases are held.
+
+    Keys that begin with `but` are exempt.
+    """
     store = model.store
     pause = threading.Event()
     for _ in range(100):
         gc.collect()  # an error holds the frames of its backward until another thread lets it go
-        model.put_away()
+        model.flush()
         found = [key for key in held(store) if not key.startswith(but)]
         if not found:
             return
@@ -259,8 +266,11 @@ def assert_nothing_is_leased(model: OffloadModel, *, but: str = "-") -> None:
 
 
 def assert_gone(references: Iterable[weakref.ref[Any]]) -> None:
-    """Nothing keeps these alive. The thread on which autograd computes for an accelerator lets go
-    of the last graph some time after `backward` has returned, so this waits for it."""
+    """Wait until these objects are freed.
+
+    Autograd's thread for an accelerator releases the last graph some time after `backward` has
+    returned.
+    """
     pause = threading.Event()
     for _ in range(100):
         gc.collect()
@@ -274,8 +284,11 @@ def assert_gone(references: Iterable[weakref.ref[Any]]) -> None:
 
 
 def held(store: TierStore) -> list[str]:
-    """Keys of groups that are in memory though they also are on disk, or that are on the device
-    (but for the buffers, which stay there), or that belong to nothing that is trained."""
+    """Return keys of groups that should not be where they are.
+
+    These are in memory though also on disk, or on the device (except buffers, which stay there), or
+    belong to nothing that is trained.
+    """
     found = []
     for group in store.snapshot().groups:
         on_disk = "DISK" in group.tiers
@@ -292,12 +305,14 @@ def held(store: TierStore) -> list[str]:
 Scenario = Callable[[Any, Any, str], list[torch.Tensor] | None]
 """Does something with a model and an optimizer on a device, and returns what it found."""
 Grouping = Callable[[nn.Module], Any]
-"""What an optimizer is given of a model."""
+"""Return an optimizer's arguments for a model."""
 
 
 class Needs:
-    """Notes what an ordinary optimizer works on, in bytes: what it needs for each step, and what
-    it changes. All of it that exceeds a budget must move. See `Moved`."""
+    """Records the bytes that an ordinary optimizer reads and writes per step.
+
+    Those that exceed a budget must move. See `Moved`.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.needed: list[int] = []
@@ -313,7 +328,7 @@ class Needs:
         self.changed.append(_with_states(optimizer))
 
     def above(self, budget: int) -> Moved:
-        """What must have moved in all steps together."""
+        """The least bytes that all steps together must have moved."""
         return Moved(
             sum(max(nbytes - budget, 0) for nbytes in self.needed),
             sum(max(nbytes - budget, 0) for nbytes in self.changed),
@@ -347,9 +362,11 @@ def compare(
     share: float = 0.3,
     **how: Any,
 ) -> None:
-    """Do the same with a plain model and with one on a store, and find everything the same: what
-    the scenario found, parameters, buffers, gradients and the optimizer's state. What does not fit
-    must have moved."""
+    """Run a scenario on a plain model and on one on a store, and compare everything.
+
+    These are the scenario's result, parameters, buffers, gradients and the optimizer's state. Bytes
+    above the budget must have moved.
+    """
     build = build or functools.partial(models.build, kind)
     options = ADAMW if options is None else options
     module = build()

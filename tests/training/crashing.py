@@ -1,11 +1,11 @@
-"""Trainings that are killed at chosen points, each in a process of its own, and go on in another.
+"""Trainings killed at chosen points, each in a separate process, and resumed in another.
 
     python -m tests.training.crashing '{"place": ..., "points": {"save_training": 50}}'
 
-All are forked from this process, which computes nothing itself: so torch is imported once, and
-nobody is forked with threads. A point is the n-th time that the interpreter enters or leaves a
-function, its own or one of C, on any thread. Two of three points are the n-th time that a save
-begins or ends a call of the system: a write, a sync, a rename.
+All are forked from this process, which computes nothing itself: torch is imported once, and no
+process with threads is forked. A point is the n-th time that the interpreter enters or leaves a
+function, of Python or C, on any thread. Two of three points are the n-th time that a save begins or
+ends a system call: a write, a sync, a rename.
 
 Prints a line of JSON for each point: the way to save, and a `Crash`.
 """
@@ -108,7 +108,7 @@ def training(disk_dir: Path) -> Iterator[tuple[OffloadModel, OffloadOptimizer]]:
 
 
 def train(place: Path, way: str, killer: Killer, tell: Tell) -> None:
-    """All steps, with a save after each. Tells of the step that begins, and of what was saved."""
+    """Run all steps, with a save after each. Reports each step that begins, and each save."""
     save, _ = WAYS[way]
     with killer, training(place / "store") as (model, optimizer):
         for step in range(STEPS):
@@ -122,8 +122,10 @@ def train(place: Path, way: str, killer: Killer, tell: Tell) -> None:
 
 
 def go_on(place: Path, way: str, expected: Path, tell: Tell) -> None:
-    """Open the killed store's directory, load, do the rest. Raises if anything is not as it would
-    have been. Tells how many steps were found done."""
+    """Open the killed store's directory, load, and run the remaining steps.
+
+    Raises if any value differs. Reports how many steps were found.
+    """
     save, load = WAYS[way]
     reference = torch.load(expected)
     with training(place / "store") as (model, optimizer):
@@ -153,11 +155,11 @@ def names_in(run: Path) -> list[str]:
 
 
 class Killer:
-    """Counts what happens on all threads, and kills the process at event number `point`.
+    """Counts events on all threads, and kills the process at event number `point`.
 
-    Counted are calls of the system in saves, if `only_saves`; None as the point kills nobody.
-    Threads count that are started after it was entered. `torch.save` makes its calls in C++, so
-    there all calls of C are counted for them.
+    Counts system calls in saves, if `only_saves`; kills never if the point is None. Only threads
+    started after it was entered count. `torch.save` makes its calls in C++, so there all calls of C
+    are counted for them.
     """
 
     def __init__(self, way: str, point: int | None = None, only_saves: bool = False) -> None:
@@ -204,8 +206,11 @@ class Killer:
 
 @dataclass
 class Crash:
-    """One point and what came of it: `saved` steps had been told of when the process was killed,
-    then `found` were; the next one who went on had no trouble (`error`) and left `names`."""
+    """One point and its outcome.
+
+    `saved` steps were reported when the process was killed, then `found` were; the next process
+    resumed without an `error` and left `names`.
+    """
 
     in_save: bool
     killed: bool = False

@@ -1,11 +1,11 @@
-"""Two steps of training 1.2 GB of state in a process that may have 300 MiB more than it has now.
+"""Two steps of training 1.2 GB of state in a process that may take 300 MiB more memory.
 
     python -m tests.training.limited HOW DISK_DIR
 
-HOW is `store`, `plain`, or `unlimited`: plain, without the limit. `now` is when everything is
-imported and there is neither a store nor a model, so that the store's threads and whatever it does
-for the first time are limited too. The module's values lie in a file from the start, as those of a
-checkpoint do, in shared maps that are nobody's private memory. Prints a JSON line.
+HOW is `store`, `plain`, or `unlimited`: plain, without the limit. The limit counts from when
+everything is imported and there is neither a store nor a model, so that the store's threads and all
+first-time costs are limited too. The module's values lie in a file from the start, as those of a
+checkpoint do, in shared maps that are no process's private memory. Prints a JSON line.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BATCH = 8
 STEPS = 2
 PARAMETERS = 4 * LAYERS * WIDTH * WIDTH
 COPIES = 4
-"""Of each parameter: its value, its gradient and two states of AdamW."""
+"""For each parameter: its value, its gradient and two states of AdamW."""
 
 
 class Layer(nn.Module):

@@ -25,7 +25,7 @@ VOCABULARY = 64
 
 @dataclass(frozen=True)
 class Batch:
-    """What a model is given, and what its output should be."""
+    """The inputs of a model, and its target output."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -228,7 +228,7 @@ def _first(output: Any, target: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Kind:
-    """How a model is made, what it is given, and what its loss is."""
+    """A kind of model: its constructor, its inputs, and its loss."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[torch.Generator], Batch]

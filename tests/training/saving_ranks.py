@@ -46,7 +46,7 @@ WORLDS = range(1, RANKS + 1)
 STEPS = 3
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 ON_ONE = ["store", "alone by torch", "alone by name"]
-"""Who saved, without a group."""
+"""Return the ranks that saved, without a group."""
 ON_RANKS = [f"{world} by {how}" for world in WORLDS for how in ("torch", "tierstore")]
 WAYS = ["torch", "tierstore"]
 DATA = ["__0_0.distcp", "__1_0.distcp"]
@@ -176,7 +176,7 @@ def without_a_group(place: Path, tell: Tell) -> None:
 
 
 def on_store_state(place: Path, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a training on a store has when it was loaded."""
+    """Return the values of a training on a store after loading."""
     with on_store(place / "disk", 1, 0.5) as pair:
         load_training(path, *pair)
         moved = pair[0].store.stats().bytes_read + pair[0].store.stats().bytes_written
@@ -190,7 +190,7 @@ def on_store_state(place: Path, path: Path) -> tuple[dict[str, Any], dict[str, A
 
 
 def goes_on(place: Path, expected: Pair) -> bool:
-    """Whether further steps on a store are those of a training that was never saved."""
+    """Return whether further steps on a store equal those of a training that was never saved."""
     with on_store(place / "disk", 1, 0.5) as pair:
         load_training(place / "store", *pair)
         steps(*pair)
@@ -201,7 +201,7 @@ def goes_on(place: Path, expected: Pair) -> bool:
 
 
 def serve(rank: int, place: Path, tell: Tell) -> None:
-    """What one of the processes does."""
+    """Run one of the processes."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     for world in WORLDS:
@@ -245,7 +245,7 @@ def load_on_ranks(place: Path, world: int, tell: Tell) -> None:
 
 
 def fail_together(rank: int, place: Path, tell: Tell) -> None:
-    """What one rank meets, all are told; and nothing is changed."""
+    """Check that one rank's error is raised on all, and that nothing changes."""
     pair = on_ranks(1, 0.5)
     before = whole_state(pair)
     whole, damaged = place / "2 by tierstore", place / "damaged"

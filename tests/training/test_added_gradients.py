@@ -37,7 +37,7 @@ def gradients(model: nn.Module) -> dict[str, Any]:
 
 
 @pytest.mark.pretend_only("late")
-def test_nobody_waits_for_the_device_to_add(disk_dir: Path) -> None:
+def test_gradient_accumulation_never_blocks_the_device(disk_dir: Path) -> None:
     """It does nothing before somebody waits for it: so it has not even begun."""
     model = build()
     with store_for(1 << 22, disk_dir, ACCELERATOR, share=4.0) as store:
@@ -55,13 +55,13 @@ def test_nobody_waits_for_the_device_to_add(disk_dir: Path) -> None:
         for name, gradient in added.items():
             weights.gradients._store(name, gradient, add=True)
         assert not start.query()
-        weights.gradients.show()
+        weights.gradients.bind()
         assert start.query()
         assert_same(gradients(model), expected)
 
 
 @needs_accelerator
-def test_gradients_on_the_cpu_and_on_the_device_add_up(disk_dir: Path) -> None:
+def test_gradients_on_cpu_and_device_add_up(disk_dir: Path) -> None:
     """Somebody gives one by hand in between."""
     plain, model = build(), build()
     with store_for(1 << 22, disk_dir, ACCELERATOR, share=4.0) as store:
@@ -78,7 +78,7 @@ def test_gradients_on_the_cpu_and_on_the_device_add_up(disk_dir: Path) -> None:
 
 
 @needs_accelerator
-def test_a_weight_that_is_used_twice(disk_dir: Path) -> None:
+def test_weight_used_twice_accumulates_its_gradient(disk_dir: Path) -> None:
     def run(model: nn.Module) -> None:
         for seed in range(3):
             model(given(seed)).square().sum().backward()
@@ -95,7 +95,7 @@ def test_a_weight_that_is_used_twice(disk_dir: Path) -> None:
 
 @pytest.mark.pretend_only("counts")
 @pytest.mark.parametrize("share", [4.0, 0.5])
-def test_what_gradients_move_is_counted(disk_dir: Path, share: float) -> None:
+def test_gradient_transfers_are_counted(disk_dir: Path, share: float) -> None:
     """Each pass moves all of them to the host; to add to them, what is stored goes up before."""
     model = build()
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
@@ -129,7 +129,7 @@ def leases_by_key(run: Callable[[], object]) -> Counter[str]:
     return Counter({key: count for key, count in leases.items() if "/gradient." in key})
 
 
-def test_streaming_gradient_is_leased_once_in_backward_and_once_in_step(disk_dir: Path) -> None:
+def test_streaming_gradient_is_leased_once_per_phase(disk_dir: Path) -> None:
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(20)])
     x = torch.randn(2, 256)
     with TierStore("4MB", disk_dir, device="cpu") as store:

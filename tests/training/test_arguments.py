@@ -52,14 +52,14 @@ def assert_untouched(module: nn.Module, store: TierStore) -> None:
 
 @pytest.mark.parametrize("name", ("num_slices", "num_microbatches"))
 @pytest.mark.parametrize("value", (0, -1, 1.5, "3", "x", True, [2]))
-def test_counts_are_positive_whole_numbers(name: str, value: Any, store: TierStore) -> None:
+def test_counts_must_be_positive_integers(name: str, value: Any, store: TierStore) -> None:
     module = models.build("small")
-    with pytest.raises(ValueError, match=f"{name}=.*positive whole number"):
+    with pytest.raises(ValueError, match=f"{name}=.*positive integer"):
         OffloadModel(module, store, **{name: value})
     assert_untouched(module, store)
 
 
-def test_the_device_is_the_stores(store: TierStore, disk_dir: Path) -> None:
+def test_model_device_is_the_stores(store: TierStore, disk_dir: Path) -> None:
     module = models.build("small")
     with pytest.raises(ValueError, match=r"open the store with TierStore\(\.\.\., device='cuda'\)"):
         OffloadModel(module, store, device="cuda")
@@ -69,7 +69,7 @@ def test_the_device_is_the_stores(store: TierStore, disk_dir: Path) -> None:
 
 
 @needs_accelerator
-def test_a_device_with_or_without_its_number(disk_dir: Path) -> None:
+def test_device_with_or_without_index_is_accepted(disk_dir: Path) -> None:
     module = models.build("small")
     with store_for(module, disk_dir, ACCELERATOR) as store:
         for device in ("cpu", DEVICE_1):
@@ -80,7 +80,7 @@ def test_a_device_with_or_without_its_number(disk_dir: Path) -> None:
 
 
 @ON_BOTH
-def test_a_batch_is_not_smaller_than_its_parts(device: str, disk_dir: Path) -> None:
+def test_batch_smaller_than_its_microbatches_raises(device: str, disk_dir: Path) -> None:
     module = models.build("small")
     with store_for(module, disk_dir, device, 0.3) as store:
         model = OffloadModel(module, store, num_microbatches=4)
@@ -90,7 +90,7 @@ def test_a_batch_is_not_smaller_than_its_parts(device: str, disk_dir: Path) -> N
         assert model(torch.cat([x, x])).shape == (6, models.WIDTH)
 
 
-def test_a_loss_that_is_computed_inside_cannot_be_cut(disk_dir: Path) -> None:
+def test_loss_computed_inside_cannot_be_split(disk_dir: Path) -> None:
     module = models.build("llama")
     with store_for(module, disk_dir, share=0.3) as store:
         model = OffloadModel(module, store, num_microbatches=2)
@@ -98,7 +98,7 @@ def test_a_loss_that_is_computed_inside_cannot_be_cut(disk_dir: Path) -> None:
             models.loss("llama", model, models.batch("llama"))
 
 
-def test_a_module_on_meta_has_no_values(store: TierStore) -> None:
+def test_module_on_meta_raises(store: TierStore) -> None:
     with torch.device("meta"):
         module = models.build("small")
     with pytest.raises(ValueError, match=r"layers\.0\.weight is on meta.*load them first"):
@@ -106,31 +106,31 @@ def test_a_module_on_meta_has_no_values(store: TierStore) -> None:
     assert not store.keys()
 
 
-def test_a_module_that_is_in_training_already(store: TierStore) -> None:
+def test_module_already_in_training_raises(store: TierStore) -> None:
     module = models.build("small")
     model = OffloadModel(module, store)
     for again in (module, model, nn.Sequential(module), module.layers):
-        with pytest.raises(ValueError, match=r"in training on a store.*call disable\(\)"):
+        with pytest.raises(ValueError, match=r"being trained in a store.*call disable\(\)"):
             OffloadModel(again, store)
     model.disable()
     OffloadModel(module, store).disable()
 
 
-def test_a_module_that_is_dispatched(store: TierStore) -> None:
+def test_module_already_dispatched_raises(store: TierStore) -> None:
     module = models.build("small")
     dispatch_model(module, store)
     with pytest.raises(ValueError, match=r"offload|dispatch"):
         OffloadModel(module, store)
 
 
-def test_a_module_whose_blocks_are_offloaded(store: TierStore) -> None:
+def test_module_with_offloaded_blocks_raises(store: TierStore) -> None:
     module = models.build("flux")
     enable_group_offload(module, store)
     with pytest.raises(ValueError, match="offload"):
         OffloadModel(module, store)
 
 
-def test_a_module_in_training_is_not_dispatched(store: TierStore) -> None:
+def test_module_in_training_cannot_be_dispatched(store: TierStore) -> None:
     module = models.build("small")
     model, optimizer = offloaded(module, store)
     for target in (module, model):
@@ -142,28 +142,28 @@ def test_a_module_in_training_is_not_dispatched(store: TierStore) -> None:
 @pytest.mark.parametrize(
     ("what", "match"),
     [
-        (torch.optim.LBFGS, "LBFGS cannot work on one part.*AdamW"),
-        (torch.optim.SparseAdam, "SparseAdam cannot work on one part.*AdamW"),
-        ("AdamW", r"no class of optimizers: pass one such as torch\.optim\.AdamW"),
-        (torch.optim, "no class of optimizers"),
-        (nn.Linear, "no class of optimizers"),
-        (None, "no class of optimizers"),
+        (torch.optim.LBFGS, "LBFGS cannot step parameters in parts.*AdamW"),
+        (torch.optim.SparseAdam, "SparseAdam cannot step parameters in parts.*AdamW"),
+        ("AdamW", r"not an optimizer class: pass one such as torch\.optim\.AdamW"),
+        (torch.optim, "not an optimizer class"),
+        (nn.Linear, "not an optimizer class"),
+        (None, "not an optimizer class"),
     ],
 )
-def test_what_is_no_optimizer_that_can_be(what: Any, match: str, store: TierStore) -> None:
+def test_unsupported_optimizer_raises(what: Any, match: str, store: TierStore) -> None:
     model = OffloadModel(models.build("small"), store)
     with pytest.raises(TypeError, match=match):
         OffloadOptimizer(model, store, what)
 
 
-def test_an_optimizer_instead_of_its_class(store: TierStore) -> None:
+def test_optimizer_instance_instead_of_class_raises(store: TierStore) -> None:
     model = OffloadModel(models.build("small"), store)
     with pytest.raises(TypeError, match="and its arguments by name"):
         OffloadOptimizer(model, store, AdamW(model.parameters()))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("options", ({"lr": -1.0}, {"betas": (2.0, 0.9)}, {"no_such": 1}))
-def test_arguments_of_the_class_are_refused_by_it(
+def test_optimizer_arguments_invalid_raise_from_its_class(
     options: dict[str, Any], store: TierStore
 ) -> None:
     module = models.build("small")
@@ -175,13 +175,13 @@ def test_arguments_of_the_class_are_refused_by_it(
     assert str(found.value) == str(expected.value)
 
 
-def test_no_parameters_at_all(store: TierStore) -> None:
+def test_optimizer_without_parameters_raises(store: TierStore) -> None:
     with pytest.raises(ValueError, match="empty parameter list"):
         OffloadOptimizer([], store, AdamW)
 
 
 @pytest.mark.parametrize("given", ("module", "parameters", "groups"))
-def test_the_states_of_an_ordinary_module_are_in_the_store(given: str, disk_dir: Path) -> None:
+def test_ordinary_modules_states_are_in_the_store(given: str, disk_dir: Path) -> None:
     plain = models.build("small")
     by_itself = AdamW(plain.parameters(), **ADAMW)
     wanted = train("small", plain, by_itself, 3, max_norm=0.1)
@@ -205,7 +205,7 @@ def test_the_states_of_an_ordinary_module_are_in_the_store(given: str, disk_dir:
 
 @needs_accelerator
 @pytest.mark.parametrize("what", ("device_budget", "ram_budget"))
-def test_a_parameter_that_is_larger_than_a_budget(what: str, disk_dir: Path) -> None:
+def test_parameter_larger_than_a_budget_raises(what: str, disk_dir: Path) -> None:
     module = models.build("small")
     largest = max(parameter.nbytes for parameter in module.parameters())
     budgets = {"ram_budget": 1 << 20, "device_budget": 1 << 20, what: largest // 2}
@@ -217,7 +217,7 @@ def test_a_parameter_that_is_larger_than_a_budget(what: str, disk_dir: Path) -> 
         train("small", model, optimizer, 1, device=ACCELERATOR)
 
 
-def test_on_the_cpu_a_parameter_may_be_larger_than_the_budget(disk_dir: Path) -> None:
+def test_cpu_parameter_larger_than_the_budget_is_accepted(disk_dir: Path) -> None:
     """It is used where it lies on disk."""
     plain = models.build("small")
     by_itself = AdamW(plain.parameters(), **ADAMW)

@@ -77,8 +77,10 @@ def gradients(model: nn.Module) -> dict[str, Any]:
 
 @pytest.fixture
 def plain(how: str) -> Iterator[dict[str, Any]]:
-    """Without autocast's cache: with it, gradients of a weight that is used twice are added in the
-    lower precision."""
+    """Disable autocast's cache.
+
+    With it, gradients of a weight that is used twice are added in the lower precision.
+    """
     model = Stack(how)
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         loss = model(given()).square().sum()
@@ -87,9 +89,7 @@ def plain(how: str) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_casts_are_made_again_in_the_backward_pass(
-    how: str, plain: dict[str, Any], disk_dir: Path
-) -> None:
+def test_casts_are_repeated_in_backward(how: str, plain: dict[str, Any], disk_dir: Path) -> None:
     model = Stack(how)
     with store_for(model, disk_dir, share=0.1) as store:
         offloaded = OffloadModel(model, store)
@@ -101,14 +101,14 @@ def test_casts_are_made_again_in_the_backward_pass(
         assert_same(gradients(model), plain)
         assert store.stats().bytes_read > 0
     if how == "changed":  # no cast of the weight any more: it stays
-        assert after_forward == (LAYERS - 1) * CAST  # nobody wants the first one's
+        assert after_forward == (LAYERS - 1) * CAST  # the first layer's input needs no gradient
         return
     assert after_forward == 0
     assert casts.peak <= 4 * CAST, "one or two, and gradients of them"
     assert casts.total > LAYERS * CAST
 
 
-def test_going_back_twice_and_to_second_derivatives(disk_dir: Path) -> None:
+def test_double_backward_and_second_derivatives_work(disk_dir: Path) -> None:
     def twice(model: nn.Module) -> tuple[Any, ...]:
         x = given().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16):
@@ -126,7 +126,7 @@ def test_going_back_twice_and_to_second_derivatives(disk_dir: Path) -> None:
     assert_same(found, twice(Stack()))
 
 
-def test_a_weight_that_was_changed_before_the_backward_pass_is_told(disk_dir: Path) -> None:
+def test_weight_changed_before_backward_raises(disk_dir: Path) -> None:
     model = Stack()
     with store_for(model, disk_dir) as store:
         offloaded = OffloadModel(model, store)
@@ -141,7 +141,7 @@ def test_a_weight_that_was_changed_before_the_backward_pass_is_told(disk_dir: Pa
 @pytest.mark.pretend_only("kernels")
 @pytest.mark.full("builds kernels of their own; casts are counted on the CPU above")
 @pytest.mark.parametrize("layers", [12, 36])
-def test_the_device_has_no_casts_between_the_passes(layers: int, disk_dir: Path) -> None:
+def test_device_holds_no_casts_between_passes(layers: int, disk_dir: Path) -> None:
     """Two of four slices, and of each layer, what comes out of it in both precisions."""
     autocast.load()
     model = Stack("linear", layers)

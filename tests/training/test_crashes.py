@@ -21,7 +21,7 @@ POINTS = {"save_training": by_lane(50, 50, 500), "torch.save": 6}
 
 @pytest.fixture(scope="module")
 def crashes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Crash]]:
-    """What came of them, by the way to save: one process has seen them all."""
+    """Return the outcomes by the way to save, all from one process."""
     told = json.dumps({"place": str(tmp_path_factory.mktemp("crashes")), "points": POINTS})
     output = output_of("-m", "tests.training.crashing", told)
     found: dict[str, list[Crash]] = {way: [] for way in POINTS}
@@ -31,7 +31,7 @@ def crashes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Crash]]:
     return found
 
 
-def test_a_killed_training_goes_on_bit_for_bit_from_its_last_save(
+def test_killed_training_resumes_bit_exactly_from_last_save(
     crashes: dict[str, list[Crash]],
 ) -> None:
     found, whole = crashes["save_training"], [".metadata", "__0.distcp"]
@@ -50,7 +50,7 @@ def test_a_killed_training_goes_on_bit_for_bit_from_its_last_save(
     assert len({crash.found for crash in killed}) >= STEPS - 1
 
 
-def test_the_same_crashes_damage_what_is_saved_over_the_last_save(
+def test_kills_corrupt_a_save_that_overwrites_in_place(
     crashes: dict[str, list[Crash]],
 ) -> None:
     assert any(crash.killed and crash.error for crash in crashes["torch.save"])

@@ -1,4 +1,4 @@
-"""Weights of a training on a store as safetensors files, for whoever reads those."""
+"""Weights of a training on a store, exported as safetensors files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierstore import OffloadModel, TierStore, export_safetensors
 from tierstore.adapters.training.saving import files_of
 
 
-def test_an_export_has_each_tensor_once_under_its_own_name(tmp_path: Path) -> None:
+def test_export_has_each_tensor_once_under_its_name(tmp_path: Path) -> None:
     module = models.build("llama-tied")
     expected = copied(dict(module.state_dict()))
     del expected["lm_head.weight"]  # is model.embed_tokens.weight
@@ -30,11 +30,11 @@ def test_an_export_has_each_tensor_once_under_its_own_name(tmp_path: Path) -> No
     assert index["weight_map"].keys() == expected.keys()
     with TierStore(1 << 20, tmp_path / "other", device="cpu") as store:
         store.register_checkpoint(place)
-    with pytest.raises(ValueError, match="choose a directory of its own"):
+    with pytest.raises(ValueError, match="choose another directory"):
         export_safetensors(place, module)
 
 
-def test_files_have_no_more_than_they_should_but_for_one_large_tensor() -> None:
+def test_export_files_respect_the_size_limit() -> None:
     sizes = {"a": 10, "b": 20, "c": 80, "d": 200, "e": 1, "none": 0}
     tensors = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
     numbers = files_of(tensors, 100)

@@ -1,4 +1,4 @@
-"""What a failed backward pass leaves, what users change between steps, and what groups count.
+"""Failed backward passes, edits between steps, and per-group counts.
 
 The reference is plain torch, which must end with the same bits.
 """
@@ -67,7 +67,7 @@ def fail_in_backward(model: Any, number: int, device: str) -> None:
 @pytest.mark.parametrize("before", (False, True), ids=("alone", "added"))
 @pytest.mark.parametrize("whose", ("model", "optimizer"))
 @pytest.mark.parametrize("to_none", (False, True))
-def test_zero_grad_forgets_a_batch_that_failed(
+def test_zero_grad_discards_a_failed_batch(
     to_none: bool, whose: str, before: bool, device: str, disk_dir: Path
 ) -> None:
     def scenario(model: Any, optimizer: Any, device: str) -> Found:
@@ -125,7 +125,7 @@ def in_three_groups(model: Any) -> list[dict[str, Any]]:
 
 
 @ON_BOTH
-def test_a_group_counts_steps_and_not_tiles(device: str, disk_dir: Path) -> None:
+def test_param_group_counts_steps_and_not_tiles(device: str, disk_dir: Path) -> None:
     def scenario(model: Any, optimizer: Any, device: str) -> Found:
         found = []
         for number in range(4):
@@ -149,7 +149,7 @@ def test_a_group_counts_steps_and_not_tiles(device: str, disk_dir: Path) -> None
     )
 
 
-def test_a_group_that_was_removed_is_left_as_it_is(disk_dir: Path) -> None:
+def test_param_group_removed_is_left_unchanged(disk_dir: Path) -> None:
     def scenario(model: Any, optimizer: Any, device: str) -> Found:
         step(model, optimizer, 0, device)
         del optimizer.param_groups[1]
@@ -181,13 +181,13 @@ class Summing(torch.optim.Optimizer):
                 parameter.add_(parameter.grad, alpha=-group["total"])
 
 
-def test_a_group_that_adds_up_over_parameters_is_refused(disk_dir: Path) -> None:
+def test_param_group_reducing_over_parameters_raises(disk_dir: Path) -> None:
     module = models.build("small")
     with store_for(module, disk_dir, share=0.3) as store:
         model = OffloadModel(module, store)
         optimizer = OffloadOptimizer(model, store, Summing)
         loss_of(model, 0, "cpu").backward()
-        with pytest.raises(TypeError, match="Summing computes something from all parameters"):
+        with pytest.raises(TypeError, match="Summing computes a value over all parameters"):
             optimizer.step()
         assert optimizer.param_groups[0]["total"] == 0.0
         assert_nothing_is_leased(model)
@@ -241,7 +241,7 @@ class Mastered:
 
 @ON_BOTH
 @pytest.mark.parametrize("edit", (not_at_all, in_place, by_other_data, by_loading))
-def test_an_edit_of_a_weight_that_has_a_master_counts(
+def test_edit_of_a_weight_with_a_master_takes_effect(
     edit: Edit, device: str, disk_dir: Path
 ) -> None:
     plain = models.build("small").bfloat16()
@@ -304,7 +304,7 @@ def removing_one(model: Any, optimizer: Any) -> None:
 @ON_BOTH
 @pytest.mark.parametrize("clipped", (False, True))
 @pytest.mark.parametrize("edit", (assigning, assigning_all, clearing, removing_one))
-def test_what_was_made_of_a_state_counts(
+def test_tensor_replaced_in_the_state_takes_effect(
     edit: Any, clipped: bool, device: str, disk_dir: Path
 ) -> None:
     def scenario(model: Any, optimizer: Any, device: str) -> Found:
@@ -333,7 +333,7 @@ def states(model: Any, optimizer: Any) -> Found:
     ]
 
 
-def test_a_state_may_get_another_dtype(disk_dir: Path) -> None:
+def test_state_may_change_dtype(disk_dir: Path) -> None:
     class Momentum(torch.optim.Optimizer):
         """Keeps its state in whatever dtype that has."""
 
@@ -407,7 +407,7 @@ def test_gradients_may_have_another_dtype(device: str, disk_dir: Path) -> None:
 
 
 @HAS_GRAD_DTYPE
-def test_gradients_of_a_dtype_that_nobody_told_are_refused(disk_dir: Path) -> None:
+def test_gradients_of_an_undeclared_dtype_raise(disk_dir: Path) -> None:
     module = models.build("small")
     with store_for(module, disk_dir, share=0.3) as store:
         model, _ = offloaded(module, store)

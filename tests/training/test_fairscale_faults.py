@@ -1,7 +1,7 @@
-"""What FairScale's `OffloadModel` gets wrong, each as a test in which ours is right.
+"""The faults of FairScale's `OffloadModel`, each as a test in which ours is right.
 
-`Exhibit` does in a few lines what FairScale's does (fairscale/experimental/nn/offload.py, version
-0.4.13), fault by fault. It is the control: the tests object to it.
+`Exhibit` reproduces in a few lines FairScale's code (fairscale/experimental/nn/offload.py, version
+0.4.13), fault by fault. It is the control: the tests reject it.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def with_statistics() -> nn.Sequential:
 @on_both
 @pytest.mark.parametrize("make", [with_dropout, with_statistics])
 @recomputed_or_not
-def test_losses_gradients_and_statistics_are_those_of_plain_training(
+def test_losses_gradients_and_statistics_equal_plain_training(
     recompute: bool, make: Callable[[], nn.Sequential], device: str, disk_dir: Path
 ) -> None:
     plain = make().to(device)
@@ -204,7 +204,7 @@ def test_losses_gradients_and_statistics_are_those_of_plain_training(
     assert len({float(v) for k, v in expected.items() if k.startswith("loss")}) == 3
 
 
-def test_one_state_for_all_slices_drops_others_in_the_second_run() -> None:
+def test_shared_rng_state_changes_dropout_in_recompute() -> None:
     """The control."""
     plain, model = with_dropout(), with_dropout()
     wrong = different(passes(model, Exhibit(model), "cpu"), passes(plain, plain, "cpu"))
@@ -229,7 +229,7 @@ def test_statistics_are_updated_once(device: str, disk_dir: Path) -> None:
 
 @on_both
 @recomputed_or_not
-def test_an_output_of_dimension_one_keeps_its_shape(
+def test_output_with_dimension_of_one_keeps_its_shape(
     recompute: bool, device: str, disk_dir: Path
 ) -> None:
     plain = layers(nn.Tanh, last=1).to(device)
@@ -239,7 +239,7 @@ def test_an_output_of_dimension_one_keeps_its_shape(
         assert different(passes(model, model, device), expected) == []
 
 
-def test_an_output_that_loses_its_last_dimension_cannot_go_back() -> None:
+def test_output_losing_its_last_dimension_fails_backward() -> None:
     """The control."""
     model = layers(nn.Tanh, last=1)
     run = Exhibit(model, drops_last_dimension=True)
@@ -267,7 +267,7 @@ def test_several_inputs_and_options_arrive(recompute: bool, device: str, disk_di
             assert different(passes(model, run_with(model, scale), device), wanted) == []
 
 
-def test_options_that_get_lost_go_unnoticed() -> None:
+def test_lost_options_would_go_unnoticed() -> None:
     """The control: it neither heeds nor refuses them."""
     run = Exhibit(layers(nn.Tanh))
     assert torch.equal(run(batch()), run(batch(), batch(2), scale=3.0))
@@ -275,7 +275,7 @@ def test_options_that_get_lost_go_unnoticed() -> None:
 
 @on_both
 @recomputed_or_not
-def test_an_output_without_grad_is_that(recompute: bool, device: str, disk_dir: Path) -> None:
+def test_output_without_grad_stays_without(recompute: bool, device: str, disk_dir: Path) -> None:
     plain = with_dropout().to(device)
     expected = passes(plain, plain, device)
     with torch.no_grad():
@@ -297,7 +297,7 @@ def test_an_output_without_grad_is_that(recompute: bool, device: str, disk_dir: 
 
 @on_both
 @recomputed_or_not
-def test_the_input_gets_its_gradient(recompute: bool, device: str, disk_dir: Path) -> None:
+def test_input_gets_its_gradient(recompute: bool, device: str, disk_dir: Path) -> None:
     plain, given = layers(nn.GELU).to(device), batch().requires_grad_()
     loss_of(plain(given.to(device))).backward()
     with offloaded(layers(nn.GELU), disk_dir, device, recompute=recompute) as model:
@@ -309,7 +309,7 @@ def test_the_input_gets_its_gradient(recompute: bool, device: str, disk_dir: Pat
         assert mine.grad.abs().max() > 0
 
 
-def test_a_gradient_that_is_cut_does_not_reach_the_input() -> None:
+def test_detached_gradient_does_not_reach_the_input() -> None:
     """The control."""
     given = batch().requires_grad_()
     loss_of(Exhibit(layers(nn.GELU))(given)).backward()
@@ -334,7 +334,7 @@ def in_bfloat16() -> torch.autocast:
 
 
 @recomputed_or_not
-def test_what_is_computed_again_is_cast_again(recompute: bool, disk_dir: Path) -> None:
+def test_recompute_repeats_casts(recompute: bool, disk_dir: Path) -> None:
     """On the CPU: a pretend accelerator knows no autocast."""
     plain = layers(nn.GELU)
     expected = passes(plain, plain, "cpu", around=in_bfloat16)
@@ -344,7 +344,7 @@ def test_what_is_computed_again_is_cast_again(recompute: bool, disk_dir: Path) -
         assert different(passes(model, model, "cpu", around=in_bfloat16), expected) == []
 
 
-def test_what_is_computed_again_without_the_cast_has_another_dtype() -> None:
+def test_recompute_without_the_cast_changes_dtype() -> None:
     """The control."""
     model = layers(nn.GELU)
     with pytest.raises(RuntimeError, match="dtype"):
@@ -395,7 +395,7 @@ def kept_by_a_graph(run: Run) -> int:
 
 
 @pytest.mark.pretend_only("bytes")
-def test_a_graph_keeps_no_weights_on_the_device(disk_dir: Path) -> None:
+def test_graph_keeps_no_weights_on_the_device(disk_dir: Path) -> None:
     plain = layers(nn.GELU)
     weights = sum(m.weight.nbytes for m in plain.modules() if isinstance(m, nn.Linear))
     activations = kept_by_a_graph(plain.to(ACCELERATOR))
@@ -403,7 +403,7 @@ def test_a_graph_keeps_no_weights_on_the_device(disk_dir: Path) -> None:
     swapped = layers(nn.GELU)  # the control: autograd's views of the weights keep them
     for part in swapped:
         Swapping(part)
-    unneeded = swapped[0].weight.nbytes  # nobody wants the gradient of the input
+    unneeded = swapped[0].weight.nbytes  # the input needs no gradient
     assert kept_by_a_graph(swapped) >= weights - unneeded + activations
 
     with offloaded(layers(nn.GELU), disk_dir, ACCELERATOR, recompute=False) as model:
@@ -415,7 +415,7 @@ def test_a_graph_keeps_no_weights_on_the_device(disk_dir: Path) -> None:
 
 
 @pytest.mark.pretend_only("counts")
-def test_weights_that_nobody_changed_are_never_copied_back(disk_dir: Path) -> None:
+def test_unchanged_weights_are_never_copied_back(disk_dir: Path) -> None:
     def copied_back(act: Callable[[], Any]) -> int:
         before = pretend.copied("d2h")
         act()

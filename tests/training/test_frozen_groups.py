@@ -1,5 +1,7 @@
-"""A frozen base in a model in training: read where it lies, never written, and no oftener than it
-must. What is changed after all is trained as if it had never been frozen."""
+"""A frozen base in training: read in place, never written, and read no oftener than necessary.
+
+A weight that is unfrozen is trained as if it had never been frozen.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,7 @@ def plainly(model: nn.Module) -> torch.optim.Optimizer:
 
 @ON_BOTH
 @CHECKPOINTED
-def test_a_frozen_base_is_read_and_nothing_of_it_is_written(
+def test_frozen_base_is_read_and_never_written(
     checkpoint: bool, device: str, tmp_path: Path
 ) -> None:
     plain, ours = (loaded(tmp_path / "checkpoint", build()) for _ in range(2))
@@ -131,7 +133,7 @@ def test_a_frozen_base_is_read_and_nothing_of_it_is_written(
             assert_same(list(plain.parameters()), list(model.parameters()))
 
 
-def test_what_is_frozen_is_in_no_group_with_what_is_trained(tmp_path: Path) -> None:
+def test_frozen_and_trained_parameters_share_no_group(tmp_path: Path) -> None:
     with opened(tmp_path / "store", 1 << 20, "cpu") as store:
         model = OffloadModel(loaded(tmp_path / "checkpoint", build()), store)
         groups = [group for slice_ in model.slices for group in slice_.groups]
@@ -168,7 +170,7 @@ def read_in_passes(directory: Path, share: float, *, frozen: bool, checkpoint: b
 @pytest.mark.full("several budgets; one is in test_parity.py")
 @CHECKPOINTED
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_parameters_are_read_once_in_each_pass_and_less_with_more_room(
+def test_frozen_parameters_are_read_once_per_pass_at_most(
     frozen: bool, checkpoint: bool, tmp_path: Path
 ) -> None:
     before = None
@@ -180,7 +182,7 @@ def test_parameters_are_read_once_in_each_pass_and_less_with_more_room(
         before = read
 
 
-# What is frozen no more ---------------------------------------------------------------------------
+# Unfreezing ---------------------------------------------------------------------------------------
 
 
 def unfreeze(model: Any) -> None:
@@ -213,7 +215,7 @@ def give_gradient(model: Any) -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("change", [unfreeze, edit, edit_unseen, give, load, give_gradient])
-def test_what_is_changed_after_all_counts(
+def test_frozen_weight_changed_later_takes_effect(
     change: Callable[[Any], None], device: str, tmp_path: Path
 ) -> None:
     plain, ours = (loaded(tmp_path / "checkpoint", build()) for _ in range(2))
@@ -237,7 +239,7 @@ def test_what_is_changed_after_all_counts(
             torch.testing.assert_close(after, plain.blocks[3].up.weight.detach())
 
 
-def test_a_training_that_is_resumed_writes_nothing_of_its_frozen_base(tmp_path: Path) -> None:
+def test_resumed_training_writes_no_frozen_weights(tmp_path: Path) -> None:
     first, second = (loaded(tmp_path / "checkpoint", build()) for _ in range(2))
     with opened(tmp_path / "store", int(0.4 * parameter_bytes(first)), "cpu") as store:
         model = OffloadModel(first, store)

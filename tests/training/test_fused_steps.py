@@ -43,7 +43,7 @@ def build() -> nn.Module:
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer) -> int:
-    """How many fused steps there were."""
+    """Return the number of fused steps."""
     with Kernels() as kernels:
         for step in range(STEPS):
             x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
@@ -58,7 +58,7 @@ def left(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def trained(kind: str, disk_dir: Path, **options: Any) -> tuple[int, Any]:
-    """What training on a store leaves."""
+    """Return the result of training on a store."""
     optimizer_class, usual = KINDS[kind]
     model = build()
     with store_for(model, disk_dir, share=0.4) as store:
@@ -78,7 +78,7 @@ def trained_plainly(kind: str, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_said_anything(kind: str, disk_dir: Path) -> None:
+def test_fused_unset_is_chosen(kind: str, disk_dir: Path) -> None:
     count, found = trained(kind, disk_dir)
     assert count >= STEPS
     assert_same(found, trained_plainly(kind, fused=True))
@@ -88,13 +88,13 @@ def test_nobody_said_anything(kind: str, disk_dir: Path) -> None:
     "options", [{"fused": False}, {"foreach": True}, {"foreach": False}], ids=str
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_somebody_said_counts(kind: str, options: dict[str, Any], disk_dir: Path) -> None:
+def test_fused_argument_is_respected(kind: str, options: dict[str, Any], disk_dir: Path) -> None:
     count, found = trained(kind, disk_dir, **options)
     assert count == 0
     assert_same(found, trained_plainly(kind, **options))
 
 
-def test_what_a_group_says_counts(disk_dir: Path) -> None:
+def test_fused_of_a_param_group_is_respected(disk_dir: Path) -> None:
     def groups(model: nn.Module) -> list[dict[str, Any]]:
         layers = list(model.children())
         return [
@@ -118,8 +118,8 @@ def test_what_a_group_says_counts(disk_dir: Path) -> None:
         ]
 
 
-def test_what_is_loaded_counts(disk_dir: Path) -> None:
-    """Who goes on from a plain training gets what that would have got."""
+def test_fused_in_a_loaded_state_is_respected(disk_dir: Path) -> None:
+    """Resuming a plain training gives what plain torch would have given."""
     plain = build()
     usual = torch.optim.AdamW(plain.parameters())
     train(plain, usual)
@@ -138,14 +138,14 @@ class Own(torch.optim.AdamW):
     """A class of somebody's own: who knows what its step does."""
 
 
-def test_other_classes_are_left_alone(disk_dir: Path) -> None:
+def test_other_optimizer_classes_are_unchanged(disk_dir: Path) -> None:
     model = build()
     with store_for(model, disk_dir, share=0.4) as store:
         optimizer = OffloadOptimizer(OffloadModel(model, store), store, Own)
         assert optimizer.param_groups[0]["fused"] is None
 
 
-def test_numbers_that_are_not_real_are_left_alone(disk_dir: Path) -> None:
+def test_complex_parameters_are_not_fused(disk_dir: Path) -> None:
     plain = [nn.Parameter(torch.ones(4, 4, dtype=torch.complex64)), nn.Parameter(torch.ones(4))]
     ours = copy.deepcopy(plain)
     usual = torch.optim.AdamW(plain)
@@ -159,7 +159,7 @@ def test_numbers_that_are_not_real_are_left_alone(disk_dir: Path) -> None:
         assert_same(ours, plain)
 
 
-# What a fused kernel cannot do --------------------------------------------------------------------
+# Limits of fused kernels --------------------------------------------------------------------------
 
 
 def steps_of(
@@ -174,9 +174,7 @@ def steps_of(
 
 
 @pytest.mark.parametrize("chosen", [{}, {"fused": True}], ids=["by us", "by hand"])
-def test_gradients_that_lie_otherwise_than_their_parameters(
-    chosen: dict[str, Any], disk_dir: Path
-) -> None:
+def test_gradients_with_other_strides_are_not_fused(chosen: dict[str, Any], disk_dir: Path) -> None:
     """The kernel goes through memory as it lies: such a parameter is stepped without it."""
     ours = [nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(6, 8))]
     plain = copy.deepcopy(ours)
@@ -197,7 +195,7 @@ def test_gradients_that_lie_otherwise_than_their_parameters(
         assert optimizer.param_groups[0]["fused"] is True
 
 
-def test_gradients_of_another_dtype(disk_dir: Path) -> None:
+def test_gradients_of_another_dtype_are_not_fused(disk_dir: Path) -> None:
     """Such a parameter is stepped as torch steps it without the kernel."""
     if not hasattr(nn.Parameter, "grad_dtype"):
         pytest.skip("torch before 2.9 has gradients of the dtype of their parameters only")
@@ -212,7 +210,7 @@ def test_gradients_of_another_dtype(disk_dir: Path) -> None:
         assert_same(ours, plain)
 
 
-def test_a_first_gradient_that_comes_later(disk_dir: Path) -> None:
+def test_first_gradient_arriving_later_is_handled(disk_dir: Path) -> None:
     """A fused SGD wants momenta of all parameters that it is given, or of none."""
     ours = [nn.Parameter(torch.randn(6, 8)) for _ in range(3)]
     plain = copy.deepcopy(ours)

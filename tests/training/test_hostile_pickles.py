@@ -1,5 +1,6 @@
-"""Checkpoints of a training from strangers: they run no code, and are refused before anything
-changes. They may cost time and memory.
+"""Hostile training checkpoints run no code, and are refused before anything changes.
+
+They may cost time and memory.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def test_parsed_metadata_changes_no_class_of_torch() -> None:
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
-def test_parsed_metadata_equals_what_torch_reads(protocol: int, run: Path) -> None:
+def test_parsed_metadata_equals_torchs(protocol: int, run: Path) -> None:
     theirs = pickle.loads((run / METADATA).read_bytes())
     ours = parsed_metadata(pickle.dumps(theirs, protocol))
     assert ours.state_dict_metadata == theirs.state_dict_metadata
@@ -133,12 +134,12 @@ def test_load_training_of_false_metadata_raises(
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_load_training_without_its_sums_raises(run: Path) -> None:
+def test_load_training_without_its_checksums_raises(run: Path) -> None:
     with pytest.raises(CorruptDataError, match="does not match its checksum"):
         load_training(run, nn.Linear(2, 3))
 
 
-def test_torch_load_refuses_a_storage_shorter_than_it_says() -> None:
+def test_torch_load_of_a_truncated_storage_raises() -> None:
     """torch is relied on for this: it would show what lies behind the storage in memory."""
     whole, file = io.BytesIO(), io.BytesIO()
     torch.save(torch.zeros(300, dtype=torch.uint8), whole)
@@ -159,7 +160,7 @@ def test_torch_load_refuses_a_storage_shorter_than_it_says() -> None:
         {"parameter": nn.Parameter(torch.ones(2)), "size": torch.Size([2]), "d": torch.float16},
     ],
 )
-def test_encoded_of_plain_values_is_bytes(value: Any) -> None:
+def test_encoded_plain_values_are_bytes(value: Any) -> None:
     assert Encoded(value, "extra").getvalue()
 
 
@@ -167,6 +168,6 @@ def test_save_training_of_too_deep_an_extra_raises(tmp_path: Path) -> None:
     deep: Any = []
     for _ in range(10_000):
         deep = [deep]
-    with pytest.raises(TypeError, match="could not be loaded again"):
+    with pytest.raises(TypeError, match="cannot be loaded again"):
         save_training(tmp_path / "run", nn.Linear(2, 3), extra=deep)
     assert not (tmp_path / "run").exists()

@@ -1,10 +1,11 @@
-"""What training takes of each memory: to the byte on a pretend accelerator, and under a limit of
-the operating system.
+"""Memory that training takes.
 
-On an accelerator, the bound is: two slices (their groups, which take whole pages), and what the
-same step takes beside the parameters of a plain model that is there wholly, and whose gradients
-are dropped as they come. That is what it saves, the input, the loss, and what a module's backward
-computes. Nothing is allowed besides.
+To the byte on a pretend accelerator, and under a limit of the operating system.
+
+On an accelerator, the bound is: two slices (their groups, in whole pages), and the memory that the
+same step of a resident plain model takes beside its parameters, with gradients dropped as they
+come. That is saved activations, the input, the loss, and the temporaries of a module's backward.
+Nothing else is allowed.
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ def recomputed(model: nn.Module, runs: list[int], x: torch.Tensor) -> torch.Tens
 
 
 def runs_of(model: OffloadModel) -> list[int]:
-    """What a model computes again together: each block of a list, or each slice of a chain."""
+    """Return the modules that a model recomputes together: each block of a list, or each slice."""
     if isinstance(model.module, Listed):
         return [1] * len(WIDTHS)
     place = {part: i for i, block in enumerate(model.module) for part in block.modules()}
@@ -166,14 +167,13 @@ def runs_of(model: OffloadModel) -> list[int]:
 
 
 def slice_bytes(slice_: Slice) -> int:
-    """What the groups of a slice take: each tensor 256 bytes or a multiple, each group whole
-    pages."""
+    """Return the bytes of a slice's groups: tensors in multiples of 256, groups in whole pages."""
     return sum(packed_bytes(group.tensors) for group in slice_.groups)
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What training took, and what it may take."""
+    """The memory that training took, and its bound."""
 
     slices: list[int]
     groups: list[int]
@@ -213,7 +213,7 @@ def train(kind: str, num_slices: int, place: Path, ram: int, *, recompute: bool)
 @pytest.mark.parametrize("num_slices", [3, 4, 8])
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_slices_and_the_activations_are_on_the_device(
+def test_device_holds_two_slices_and_the_activations(
     kind: str, recompute: bool, num_slices: int, disk_dir: Path
 ) -> None:
     ram = parameter_bytes(build(kind))  # a quarter of what there is: the rest is on disk
@@ -232,7 +232,7 @@ def test_two_slices_and_the_activations_are_on_the_device(
 
 
 @pytest.mark.pretend_only("bytes")
-def test_larger_slices_are_seen_in_the_memory(disk_dir: Path) -> None:
+def test_larger_slices_take_more_memory(disk_dir: Path) -> None:
     """The control of what is measured here: it is the slices' memory."""
     ram = parameter_bytes(build("listed"))
     few = train("listed", 3, disk_dir / "few", ram, recompute=False)
@@ -241,7 +241,7 @@ def test_larger_slices_are_seen_in_the_memory(disk_dir: Path) -> None:
 
 
 @on_both
-def test_disabled_model_that_is_kept_holds_no_memory(device: str, disk_dir: Path) -> None:
+def test_disabled_model_kept_alive_holds_no_memory(device: str, disk_dir: Path) -> None:
     """The wrapper may be kept while another model is trained in the same store."""
     with TierStore("16MB", disk_dir, device=device) as store:
         model = OffloadModel(nn.Sequential(*(Block(width) for width in WIDTHS)), store)
@@ -257,8 +257,8 @@ def test_disabled_model_that_is_kept_holds_no_memory(device: str, disk_dir: Path
 
 
 @pytest.mark.pretend_only("bytes")
-def test_a_model_that_is_dropped_gives_its_memory_back(disk_dir: Path) -> None:
-    """Of those who forget `disable`: both the model and the store are garbage."""
+def test_dropped_model_returns_its_memory(disk_dir: Path) -> None:
+    """Forget `disable`: both the model and the store are garbage."""
     before = in_use(), pretend.pinned_bytes()
     ram = parameter_bytes(build("listed"))
     taken = train("listed", 4, disk_dir, ram, recompute=False)
@@ -287,20 +287,20 @@ def result_of(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
 
 @pytest.mark.full("a process that trains for long; tests/activations/test_memory_limit.py has one")
 @needs_the_limit
-def test_four_times_the_memory_is_trained_to_the_last_bit(tmp_path: Path) -> None:
+def test_training_at_four_times_memory_is_bit_exact(tmp_path: Path) -> None:
     state = limited.COPIES * limited.PARAMETERS
     assert state > 1.2e9 > 3.8 * limited.HEADROOM
     result = result_of(run("store", tmp_path))
     assert result["told"] == result_of(run("unlimited", tmp_path))["told"]
     assert len(set(result["told"][: limited.STEPS])) == limited.STEPS, "nothing was learned"
     assert result["peak"] <= limited.BUDGET
-    # Of the whole state, the budget holds so much from step to step: the rest is written each time.
+    # The budget holds this much of the state between steps: the rest is written each time.
     assert result["written"] >= limited.STEPS * (state - limited.BUDGET)
 
 
 @pytest.mark.full("the control of a process that trains for long")
 @needs_the_limit
-def test_plain_training_does_not_keep_that_limit(tmp_path: Path) -> None:
+def test_plain_training_exceeds_that_limit(tmp_path: Path) -> None:
     """The control."""
     done = run("plain", tmp_path)
     assert done.returncode == 1

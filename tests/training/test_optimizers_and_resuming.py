@@ -67,7 +67,7 @@ class Renewing(torch.optim.Optimizer):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("kind", [Renewing, torch.optim.Muon])
-def test_it_trains_as_in_plain_torch(
+def test_optimizer_trains_as_in_plain_torch(
     kind: type[torch.optim.Optimizer], device: str, disk_dir: Path
 ) -> None:
     model = matrices()
@@ -86,7 +86,7 @@ def test_it_trains_as_in_plain_torch(
         assert traffic.read > 0
 
 
-def test_a_master_may_be_given_new_memory(disk_dir: Path) -> None:
+def test_master_may_be_given_new_memory(disk_dir: Path) -> None:
     model = matrices().bfloat16()
     plain = copy.deepcopy(model)
     masters = [nn.Parameter(p.detach().float()) for p in plain.parameters()]
@@ -121,7 +121,7 @@ class Choosy(torch.optim.SGD):
                 raise ValueError("only matrices")
 
 
-def test_an_optimizer_looks_at_each_group(disk_dir: Path) -> None:
+def test_optimizer_is_checked_for_each_group(disk_dir: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4)))
     plain = copy.deepcopy(model)
@@ -135,7 +135,7 @@ def test_an_optimizer_looks_at_each_group(disk_dir: Path) -> None:
             OffloadOptimizer(offloaded, store, Choosy)
 
 
-def test_a_matrix_of_integers_is_looked_at_too(disk_dir: Path) -> None:
+def test_integer_matrix_is_checked_too(disk_dir: Path) -> None:
     model = matrices()
     model.register_parameter("table", nn.Parameter(torch.ones(2, 2, dtype=torch.int64), False))
     torch.optim.Muon(model.parameters())
@@ -143,7 +143,7 @@ def test_a_matrix_of_integers_is_looked_at_too(disk_dir: Path) -> None:
         OffloadOptimizer(OffloadModel(model, store), store, torch.optim.Muon)
 
 
-def test_what_an_optimizer_refuses_is_refused(disk_dir: Path) -> None:
+def test_optimizers_unsupported_options_raise(disk_dir: Path) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))  # with a bias, which is no matrix
     with pytest.raises(ValueError) as plain:
         torch.optim.Muon(model.parameters())
@@ -193,7 +193,7 @@ def rates(optimizer: torch.optim.Optimizer, schedule: Schedule, steps: int) -> l
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")
 @pytest.mark.parametrize("make", [milestones, sequence])
-def test_a_schedule_goes_on(
+def test_schedule_resumes(
     make: Callable[[torch.optim.Optimizer], Schedule], tmp_path: Path
 ) -> None:
     model = nn.Linear(4, 4)
@@ -210,7 +210,7 @@ def test_a_schedule_goes_on(
     assert len(set(expected)) > 3
 
 
-def test_extra_comes_back_as_it_was(tmp_path: Path) -> None:
+def test_extra_comes_back_unchanged(tmp_path: Path) -> None:
     extra = {
         "numbers": {1: "a", 2.5: None, None: [True], "text": {False: ()}},
         "counted": Counter({3: 2, "x": 1}),
@@ -232,9 +232,7 @@ def test_extra_may_be_tensors(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "extra", [{"function": print}, {"deep": [nn.ReLU()]}, {"object": object()}]
 )
-def test_what_cannot_be_extra_is_refused_before_anything_is_written(
-    extra: Any, tmp_path: Path
-) -> None:
+def test_extra_of_an_unsupported_type_raises_before_writing(extra: Any, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="extra"):
         save_training(tmp_path / "run", nn.Linear(2, 2), extra=extra)
     assert not list(tmp_path.iterdir())
@@ -242,9 +240,7 @@ def test_what_cannot_be_extra_is_refused_before_anything_is_written(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("by_hand", [False, True])
-def test_a_scaler_whose_scale_is_on_another_device_than_gradients_is_refused(
-    by_hand: bool, device: str, disk_dir: Path
-) -> None:
+def test_scaler_on_another_device_raises(by_hand: bool, device: str, disk_dir: Path) -> None:
     """It would read its scale before that has come. Where all is on the CPU, it may go on."""
     module = matrices()
     scaler = torch.amp.GradScaler(device, init_scale=4.0)

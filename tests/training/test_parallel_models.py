@@ -48,9 +48,7 @@ def sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return module
 
 
-def test_ddp_around_it_is_refused_before_anything_is_done(
-    store: TierStore, mesh: DeviceMesh
-) -> None:
+def test_ddp_around_the_model_raises_at_construction(store: TierStore, mesh: DeviceMesh) -> None:
     model = OffloadModel(models.build("small"), store)
     with pytest.raises(RuntimeError, match=f"in DistributedDataParallel, .*{ADVICE}"):
         DistributedDataParallel(model)
@@ -61,7 +59,7 @@ def test_ddp_around_it_is_refused_before_anything_is_done(
     model.disable()
 
 
-def test_fsdp_around_it_is_refused_when_it_runs(store: TierStore, mesh: DeviceMesh) -> None:
+def test_fsdp_around_the_model_raises_on_forward(store: TierStore, mesh: DeviceMesh) -> None:
     model = OffloadModel(models.build("small"), store)
     sharded(model, mesh)
     batch = models.batch("small", 0)
@@ -69,7 +67,7 @@ def test_fsdp_around_it_is_refused_when_it_runs(store: TierStore, mesh: DeviceMe
         model(*batch.args, **batch.kwargs)
 
 
-def test_fsdp_of_a_part_is_refused_when_it_runs(store: TierStore, mesh: DeviceMesh) -> None:
+def test_fsdp_of_a_submodule_raises_on_forward(store: TierStore, mesh: DeviceMesh) -> None:
     module = models.build("small")
     model = OffloadModel(module, store)
     sharded(next(part for part in module.modules() if type(part) is nn.Linear), mesh)
@@ -80,7 +78,7 @@ def test_fsdp_of_a_part_is_refused_when_it_runs(store: TierStore, mesh: DeviceMe
 
 @pytest.mark.parametrize("whole", (True, False))
 @pytest.mark.parametrize("library", ("DistributedDataParallel", "FullyShardedDataParallel"))
-def test_what_is_spread_is_refused(
+def test_distributed_parameters_raise(
     library: str, whole: bool, store: TierStore, mesh: DeviceMesh
 ) -> None:
     module = models.build("small")
@@ -99,7 +97,9 @@ def test_what_is_spread_is_refused(
 
 
 @pytest.mark.parametrize("share", (0.2, 2.0))
-def test_one_process_trains_what_is_sharded(share: float, disk_dir: Path, mesh: DeviceMesh) -> None:
+def test_single_process_trains_a_sharded_model(
+    share: float, disk_dir: Path, mesh: DeviceMesh
+) -> None:
     def sharded_model() -> nn.Module:
         model = models.build("small")
         for part in model.layers:
@@ -132,21 +132,21 @@ def test_one_process_trains_what_is_sharded(share: float, disk_dir: Path, mesh: 
 
 
 @pytest.mark.parametrize("optimizer_class", (torch.optim.Adafactor, torch.optim.Muon))
-def test_optimizers_that_look_at_more_than_numbers_are_refused(
+def test_optimizer_that_is_not_elementwise_raises(
     optimizer_class: type[torch.optim.Optimizer], store: TierStore, mesh: DeviceMesh
 ) -> None:
     linear = nn.Linear(8, 8, bias=False)
     whole = OffloadOptimizer(nn.Linear(8, 8, bias=False), store, optimizer_class)
     assert len(whole.param_groups) == 1, "of what is whole, they are not"
     model = OffloadModel(sharded(linear, mesh), store)
-    with pytest.raises(TypeError, match=f"{optimizer_class.__name__} looks at more than single"):
+    with pytest.raises(TypeError, match=f"{optimizer_class.__name__} is not element-wise"):
         OffloadOptimizer(model, store, optimizer_class)
     for fitting in (torch.optim.SGD, torch.optim.NAdam, torch.optim.Adagrad):
         OffloadOptimizer(model, store, fitting)
     model.disable()
 
 
-def test_what_nobody_gathers_is_refused(store: TierStore, mesh: DeviceMesh) -> None:
+def test_ungathered_parameters_raise(store: TierStore, mesh: DeviceMesh) -> None:
     linear = nn.Linear(8, 8)
     linear.weight = nn.Parameter(distribute_tensor(linear.weight, mesh, [Replicate()]))
     module = nn.Sequential(linear, sharded(nn.Linear(8, 8), mesh))
@@ -156,7 +156,7 @@ def test_what_nobody_gathers_is_refused(store: TierStore, mesh: DeviceMesh) -> N
     assert torch.isfinite(module[1](torch.ones(2, 8))).all(), "as it was"
 
 
-def test_what_has_run_before_is_refused(store: TierStore, mesh: DeviceMesh) -> None:
+def test_model_that_has_already_run_raises(store: TierStore, mesh: DeviceMesh) -> None:
     module = sharded(nn.Linear(8, 8), mesh)
     expected = module(torch.ones(2, 8))
     with pytest.raises(ValueError, match="has run since fully_shard was applied"):
@@ -164,7 +164,7 @@ def test_what_has_run_before_is_refused(store: TierStore, mesh: DeviceMesh) -> N
     assert torch.equal(module(torch.ones(2, 8)), expected), "as it was"
 
 
-def test_only_the_states_may_be_in_a_store(store: TierStore, mesh: DeviceMesh) -> None:
+def test_sharded_model_offloads_states_only(store: TierStore, mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     plain = sharded(nn.Linear(8, 8), mesh)
     torch.manual_seed(0)
@@ -181,7 +181,7 @@ def test_only_the_states_may_be_in_a_store(store: TierStore, mesh: DeviceMesh) -
     assert any(key.startswith("optimizer/") for key in store)
 
 
-def test_a_sharded_model_that_is_dropped_is_freed(store: TierStore, mesh: DeviceMesh) -> None:
+def test_dropped_sharded_model_is_freed(store: TierStore, mesh: DeviceMesh) -> None:
     def train() -> list[weakref.ref[nn.Module]]:
         module = sharded(nn.Linear(64, 64), mesh)
         model = OffloadModel(module, store)

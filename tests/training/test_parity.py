@@ -1,8 +1,10 @@
-"""Training on a store is ordinary training: the same losses, parameters, buffers, gradients and
-optimizer state, bit for bit, whatever does not fit.
+"""Training on a store equals ordinary training.
 
-Plain training on the CPU is what each device is compared with. The kernels of the pretend
-accelerator are the CPU's; those of a real one are as near as `tests/accelerator.py` says.
+Losses, parameters, buffers, gradients and optimizer state are equal bit for bit, whatever does not
+fit.
+
+Each device is compared with plain training on the CPU. The kernels of the pretend accelerator are
+the CPU's; those of a real one are as near as `tests/accelerator.py` says.
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ def plain(
     accumulate: int = 1,
     steps: int = STEPS,
 ) -> Trained:
-    """What ordinary training leaves, on the CPU."""
+    """Return the result of ordinary training, on the CPU."""
     model = models.build(kind)
     options = {"AdamW": ADAMW, "SGD": SGD}[optimizer]
     made = getattr(torch.optim, optimizer)(model.parameters(), **options)
@@ -77,7 +79,7 @@ def plain(
 # All ways to train --------------------------------------------------------------------------------
 
 
-def test_any_two_choices_meet_in_one_of_the_cases() -> None:
+def test_cases_cover_every_pair_of_choices() -> None:
     met = set().union(*map(pairs_of, pairwise()))
     wanted = {
         ((one, x), (other, y))
@@ -88,7 +90,7 @@ def test_any_two_choices_meet_in_one_of_the_cases() -> None:
 
 
 @pytest.mark.parametrize("case", TRAINING_CASES)
-def test_training_is_that_without_a_store(case: TrainingCase, disk_dir: Path) -> None:
+def test_training_equals_plain_torch(case: TrainingCase, disk_dir: Path) -> None:
     expected = plain(case.kind, case.optimizer, case.max_norm, case.accumulate)
     module = models.build(case.kind)
     state = full_state_bytes(module, case.optimizer_class, **case.options)
@@ -129,7 +131,9 @@ def assert_moved(case: TrainingCase, module: nn.Module, traffic: Traffic) -> Non
 
 @pytest.mark.parametrize("checkpoint", (False, True))
 @pytest.mark.parametrize("kind", ("tied", "llama-tied"))
-def test_parameters_that_several_slices_need(kind: str, checkpoint: bool, disk_dir: Path) -> None:
+def test_parameters_shared_by_several_slices_train(
+    kind: str, checkpoint: bool, disk_dir: Path
+) -> None:
     compare(
         lambda model, optimizer, device: train(kind, model, optimizer, 3, max_norm=0.1),
         disk_dir,
@@ -174,11 +178,14 @@ VALUES = 8
         pytest.param("small-dropout", 5, marks=DRAWN),
     ],
 )
-def test_microbatches_are_a_loop_over_the_parts(
+def test_microbatches_equal_a_loop_over_the_parts(
     kind: str, count: int, checkpoint: bool, device: str, disk_dir: Path
 ) -> None:
-    """The first gradient on its way back is twice the difference either way, so all that follows is
-    computed from the same numbers. 5 parts of a batch of 12 have different sizes."""
+    """A loss whose first gradient is exact.
+
+    That gradient is twice the difference either way, so all that follows is computed from the same
+    numbers. 5 parts of a batch of 12 have different sizes.
+    """
     plain = models.build(kind)
     optimizer = torch.optim.AdamW(plain.parameters(), **ADAMW)
     expected = []
@@ -221,7 +228,9 @@ def values(output: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("checkpoint", (False, True))
 @pytest.mark.parametrize("count", (2, 3, 4))
-def test_microbatches_come_to_the_whole_batch(count: int, checkpoint: bool, disk_dir: Path) -> None:
+def test_microbatches_approximate_the_whole_batch(
+    count: int, checkpoint: bool, disk_dir: Path
+) -> None:
     plain = models.build("small")
     given = models.batch("small")
     x, y = given.args[0].clone().requires_grad_(), plain(*given.args)
@@ -269,7 +278,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_does_what_it_does(name: str, disk_dir: Path) -> None:
+def test_every_optimizer_equals_plain_torch(name: str, disk_dir: Path) -> None:
     optimizer_class, options = OPTIMIZERS[name]
     compare(
         lambda model, optimizer, device: train("small", model, optimizer, 3),
@@ -280,7 +289,7 @@ def test_every_optimizer_does_what_it_does(name: str, disk_dir: Path) -> None:
     )
 
 
-def test_groups_with_their_own_decay_and_rate(disk_dir: Path) -> None:
+def test_param_groups_keep_their_decay_and_rate(disk_dir: Path) -> None:
     def grouping(model: nn.Module) -> list[dict[str, Any]]:
         named = dict(model.named_parameters())
         biases = [p for name, p in named.items() if name.endswith("bias")]
@@ -298,7 +307,7 @@ def test_groups_with_their_own_decay_and_rate(disk_dir: Path) -> None:
     )
 
 
-def test_a_group_that_is_added_later(disk_dir: Path) -> None:
+def test_param_group_added_later_trains(disk_dir: Path) -> None:
     def scenario(model: Any, optimizer: Any, device: str) -> list[torch.Tensor]:
         found = train("small", model, optimizer, 2)
         optimizer.add_param_group({"params": list(model.head.parameters()), "lr": 1e-2})
@@ -336,10 +345,10 @@ def test_schedulers_set_the_rate(name: str, disk_dir: Path) -> None:
     compare(scenario, disk_dir)
 
 
-# What is trained ----------------------------------------------------------------------------------
+# Models and options -------------------------------------------------------------------------------
 
 
-def test_frozen_parameters_that_are_trained_later(disk_dir: Path) -> None:
+def test_parameters_unfrozen_later_train(disk_dir: Path) -> None:
     def scenario(model: Any, optimizer: Any, device: str) -> list[torch.Tensor]:
         frozen = [*model.layers[0].parameters(), model.layers[6].weight]
         for parameter in frozen:
@@ -353,7 +362,7 @@ def test_frozen_parameters_that_are_trained_later(disk_dir: Path) -> None:
     compare(scenario, disk_dir)
 
 
-def test_parameters_that_are_frozen_later(disk_dir: Path) -> None:
+def test_parameters_frozen_later_stay(disk_dir: Path) -> None:
     def scenario(model: Any, optimizer: Any, device: str) -> list[torch.Tensor]:
         found = train("small", model, optimizer, 2)
         model.layers[0].requires_grad_(False)
@@ -383,7 +392,7 @@ class Branches(nn.Module):
 @ON_BOTH
 @pytest.mark.parametrize("checkpoint", (False, True))
 @pytest.mark.parametrize("as_dict", (False, True))
-def test_several_inputs_and_outputs_and_a_layer_that_is_not_used(
+def test_several_inputs_outputs_and_an_unused_layer_train(
     as_dict: bool, checkpoint: bool, device: str, disk_dir: Path
 ) -> None:
     def scenario(model: Any, optimizer: Any, device: str) -> list[torch.Tensor]:
@@ -411,7 +420,7 @@ def test_several_inputs_and_outputs_and_a_layer_that_is_not_used(
 
 @ON_BOTH
 @pytest.mark.parametrize("checkpoint", (False, True))
-def test_the_gradient_of_the_input(checkpoint: bool, device: str, disk_dir: Path) -> None:
+def test_gradient_of_the_input_is_equal(checkpoint: bool, device: str, disk_dir: Path) -> None:
     def scenario(model: Any, optimizer: Any, device: str) -> list[torch.Tensor]:
         found = []
         for step in range(2):
@@ -560,7 +569,7 @@ ORDERS: list[Callable[[Any, Any, str], list[torch.Tensor]]] = [
     [("cpu", True), pytest.param(ACCELERATOR, False, marks=DRAWN)],
 )
 @pytest.mark.parametrize("scenario", ORDERS, ids=lambda scenario: scenario.__name__)
-def test_passes_in_any_order(
+def test_passes_in_any_order_are_equal(
     scenario: Callable[[Any, Any, str], list[torch.Tensor]],
     checkpoint: bool,
     device: str,
@@ -573,7 +582,7 @@ def test_passes_in_any_order(
     ("device", "checkpoint"),
     [("cpu", False), pytest.param(ACCELERATOR, True, marks=DRAWN)],
 )
-def test_going_back_twice(checkpoint: bool, device: str, disk_dir: Path) -> None:
+def test_double_backward_is_equal(checkpoint: bool, device: str, disk_dir: Path) -> None:
     compare(going_back_twice, disk_dir, device, "small-dropout", checkpoint_activation=checkpoint)
 
 
@@ -582,7 +591,7 @@ def test_going_back_twice(checkpoint: bool, device: str, disk_dir: Path) -> None
 
 @pytest.mark.parametrize("checkpoint", (False, True))
 @pytest.mark.parametrize("kind", ("small", "llama"))
-def test_computing_in_bfloat16_under_autocast(kind: str, checkpoint: bool, disk_dir: Path) -> None:
+def test_bfloat16_under_autocast_is_equal(kind: str, checkpoint: bool, disk_dir: Path) -> None:
     def scenario(model: Any, optimizer: Any, device: str) -> list[torch.Tensor]:
         found = []
         for step in range(3):
@@ -601,8 +610,8 @@ def test_computing_in_bfloat16_under_autocast(kind: str, checkpoint: bool, disk_
 
 
 @ON_BOTH
-def test_a_model_in_bfloat16_with_masters_in_float32(device: str, disk_dir: Path) -> None:
-    """What the masters are: parameters of a plain AdamW, kept by hand, and rounded after steps."""
+def test_bfloat16_model_with_float32_masters_is_equal(device: str, disk_dir: Path) -> None:
+    """Return the masters: parameters of a plain AdamW, kept by hand, and rounded after steps."""
     plain = models.build("small").bfloat16()
     masters = [nn.Parameter(p.detach().float()) for p in plain.parameters()]
     by_hand = torch.optim.AdamW(masters, **ADAMW)

@@ -119,7 +119,7 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize("kind", BUFFERS)
 @ON_BOTH
-def test_buffers_that_are_read_and_changed(kind: str, device: str, disk_dir: Path) -> None:
+def test_recompute_restores_changed_buffers(kind: str, device: str, disk_dir: Path) -> None:
     torch.manual_seed(0)
     # On an accelerator the gradients of one call are added up before those of another, and a
     # spectral norm uses its weight more than once in a call: the last bit would differ.
@@ -145,7 +145,7 @@ def test_buffers_that_are_read_and_changed(kind: str, device: str, disk_dir: Pat
             plain.zero_grad()
 
 
-def test_passes_that_overlap_each_find_their_own_buffers(disk_dir: Path) -> None:
+def test_recompute_of_overlapping_passes_uses_their_buffers(disk_dir: Path) -> None:
     torch.manual_seed(0)
     plain = Stack(BUFFERS["spectral norm"])
     model = copy.deepcopy(plain)
@@ -190,7 +190,7 @@ class Mixture(nn.Module):
 
 
 @ON_BOTH
-def test_a_list_that_blocks_write_to_is_the_callers(device: str, disk_dir: Path) -> None:
+def test_recompute_leaves_the_callers_list_alone(device: str, disk_dir: Path) -> None:
     torch.manual_seed(0)
     plain = Mixture()
     model = copy.deepcopy(plain)
@@ -220,7 +220,7 @@ class ChangesItsInput(nn.Module):
 
 
 @ON_BOTH
-def test_blocks_that_change_their_input_in_place(device: str, disk_dir: Path) -> None:
+def test_recompute_of_in_place_input_changes_works(device: str, disk_dir: Path) -> None:
     torch.manual_seed(0)
     plain = Stack(ChangesItsInput, 1)
     model = copy.deepcopy(plain)
@@ -297,7 +297,7 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
 
 @WITH_CACHES
 @ON_BOTH
-def test_a_cache_is_filled_once(
+def test_recompute_fills_a_cache_once(
     build: Callable[[], nn.Module], device: str, disk_dir: Path
 ) -> None:
     plain = built(build)
@@ -317,7 +317,7 @@ def test_a_cache_is_filled_once(
         assert found.past_key_values.get_seq_length() == TOKENS
 
 
-def test_a_cache_that_is_full_already_is_used(disk_dir: Path) -> None:
+def test_recompute_uses_a_filled_cache(disk_dir: Path) -> None:
     plain = built(llama)
     model = copy.deepcopy(plain)
     batch = tokens()
@@ -335,7 +335,7 @@ def test_a_cache_that_is_full_already_is_used(disk_dir: Path) -> None:
         assert found.past_key_values.get_seq_length() == 2 * TOKENS
 
 
-def test_a_graph_with_a_cache_goes_without_a_backward_pass(disk_dir: Path) -> None:
+def test_recompute_with_a_cache_needs_no_backward(disk_dir: Path) -> None:
     with store_on("cpu", disk_dir) as store:
         offloaded = OffloadModel(built(llama), store, checkpoint_activation=True)
         found = offloaded(**tokens())

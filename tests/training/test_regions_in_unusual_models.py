@@ -1,4 +1,4 @@
-"""What is recomputed, in models whose blocks are not all that has weights.
+"""Recomputation in models with weights outside of their blocks.
 
 Compared with the plain model, bit for bit.
 """
@@ -46,7 +46,7 @@ class Positioned(nn.Module):
 
 @pytest.mark.parametrize("own", [False, True], ids=["blocks only", "a weight around them"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_blocks_are_given_goes_to_the_store(own: bool, device: str, disk_dir: Path) -> None:
+def test_block_inputs_are_offloaded(own: bool, device: str, disk_dir: Path) -> None:
     torch.manual_seed(0)
     plain = Positioned(own)
     model = copy.deepcopy(plain)
@@ -82,7 +82,7 @@ class Hidden(nn.Module):
 
 @pytest.mark.parametrize("share", [SMALL, 4.0], ids=["most leaves", "all stays"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_blocks_that_are_lists(share: float, device: str, disk_dir: Path) -> None:
+def test_blocks_in_lists_are_offloaded(share: float, device: str, disk_dir: Path) -> None:
     torch.manual_seed(0)
     plain = Hidden()
     model = copy.deepcopy(plain)
@@ -103,7 +103,7 @@ def test_blocks_that_are_lists(share: float, device: str, disk_dir: Path) -> Non
 
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("device", DEVICES)
-def test_two_losses_of_one_pass_in_microbatches(
+def test_two_losses_of_one_pass_in_microbatches_train(
     checkpoint: bool, device: str, disk_dir: Path
 ) -> None:
     torch.manual_seed(0)

@@ -54,7 +54,7 @@ from tests.training.conftest import (
 )
 from tests.training.saving_limited import GROUP, NBYTES, STATE_BYTES
 from tierstore import OffloadModel, OffloadOptimizer, load_training, save_training
-from tierstore.adapters.training.checkpoint_files import FileSum, sealed
+from tierstore.adapters.training.checkpoint_files import FileSum, seal_metadata
 from tierstore.errors import (
     CorruptDataError,
     DiskFullError,
@@ -225,7 +225,7 @@ def on_store(
 
 
 def drawing(device: str) -> Any:
-    """What has the functions for the random numbers of a device."""
+    """Return the module with the random-number functions of a device."""
     return torch.random if device == "cpu" else torch.get_device_module(device)
 
 
@@ -279,7 +279,7 @@ FROM_AND_TO = pytest.mark.parametrize(
 @ON_BOTH
 @FROM_AND_TO
 @ON_ALL
-def test_training_goes_on_bit_for_bit_in_another_store(
+def test_training_resumes_bit_exactly_in_another_store(
     name: str, share: float, other: float, device: str, tmp_path: Path
 ) -> None:
     way = WAYS[name]()
@@ -306,7 +306,7 @@ def assert_moved(traffic: Traffic, model: OffloadModel, share: float) -> None:
 @ON_BOTH
 @pytest.mark.parametrize("share", [SMALL, LARGE])
 @ON_ALL
-def test_training_goes_on_bit_for_bit_without_a_store(
+def test_training_resumes_bit_exactly_without_a_store(
     name: str, share: float, device: str, tmp_path: Path
 ) -> None:
     way = WAYS[name]()
@@ -322,7 +322,7 @@ def test_training_goes_on_bit_for_bit_without_a_store(
 @ON_BOTH
 @pytest.mark.parametrize("share", [SMALL, LARGE])
 @ON_ALL
-def test_training_without_a_store_goes_on_bit_for_bit_in_one(
+def test_plain_training_resumes_bit_exactly_in_a_store(
     name: str, share: float, device: str, tmp_path: Path
 ) -> None:
     way = WAYS[name]()
@@ -335,7 +335,7 @@ def test_training_without_a_store_goes_on_bit_for_bit_in_one(
         second_half(model, optimizer, device, states)
 
 
-def test_without_its_random_state_dropout_goes_on_otherwise(tmp_path: Path) -> None:
+def test_training_resumed_without_random_state_diverges(tmp_path: Path) -> None:
     with on_store(tmp_path / "one", SMALL) as (model, optimizer):
         first_half(model, optimizer, "cpu")
         save_training(tmp_path / "run", model, optimizer)
@@ -348,7 +348,7 @@ def test_without_its_random_state_dropout_goes_on_otherwise(tmp_path: Path) -> N
     assert not torch.equal(found[0], uninterrupted("cpu")[1].found[0])
 
 
-def test_the_random_state_may_be_saved_as_extra(tmp_path: Path) -> None:
+def test_random_state_may_be_saved_as_extra(tmp_path: Path) -> None:
     with on_store(tmp_path / "one", SMALL) as (model, optimizer):
         first_half(model, optimizer, "cpu")
         extra = {"step": HALF, "random": torch.get_rng_state().tolist()}
@@ -360,12 +360,12 @@ def test_the_random_state_may_be_saved_as_extra(tmp_path: Path) -> None:
         second_half(model, optimizer, "cpu", {"cpu": state})
 
 
-# What a save looks like ---------------------------------------------------------------------------
+# The format of a save -----------------------------------------------------------------------------
 
 
 @ON_BOTH
 @pytest.mark.parametrize("kind", ["resnet", "llama-tied"])
-def test_a_state_has_the_names_and_the_form_of_a_plain_one(
+def test_saved_state_has_the_keys_and_form_of_torchs(
     kind: str, device: str, tmp_path: Path
 ) -> None:
     plain_model, plain_optimizer = plain(device, kind=kind)
@@ -437,7 +437,7 @@ def groups_of(model: nn.Module) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full("saves hundreds of values")
-def test_tensors_of_every_shape_and_values_of_every_kind_are_saved(tmp_path: Path) -> None:
+def test_tensors_and_values_of_every_kind_are_saved(tmp_path: Path) -> None:
     def trained(seed: int) -> Pair:
         model = Odd(seed)
         return model, torch.optim.AdamW(groups_of(model), foreach=False)
@@ -454,7 +454,7 @@ def test_tensors_of_every_shape_and_values_of_every_kind_are_saved(tmp_path: Pat
     assert_same(copied(two[1].state_dict()), copied(one[1].state_dict()))
 
 
-def test_what_was_loaded_has_nothing_to_do_with_the_files_any_more(tmp_path: Path) -> None:
+def test_loaded_training_is_independent_of_its_files(tmp_path: Path) -> None:
     one, two = plain(), plain(seed=1)
     go_on(*one, 0)
     save_training(tmp_path / "run", *one)
@@ -472,7 +472,7 @@ def test_what_was_loaded_has_nothing_to_do_with_the_files_any_more(tmp_path: Pat
             Trained.of(*pair).assert_same_as(Trained.of(*one))
 
 
-def test_a_scheduler_and_groups_in_another_order_are_resumed(tmp_path: Path) -> None:
+def test_scheduler_and_reordered_groups_are_resumed(tmp_path: Path) -> None:
     def groups(model: nn.Module, turned: bool) -> list[dict[str, Any]]:
         biases = [p for p in model.parameters() if p.dim() == 1]
         weights = [p for p in model.parameters() if p.dim() > 1]
@@ -515,7 +515,7 @@ def test_a_scheduler_and_groups_in_another_order_are_resumed(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("way", [Ours, Torch])
-def test_parameters_in_a_higher_precision_are_resumed_as_they_are(way: Any, tmp_path: Path) -> None:
+def test_higher_precision_parameters_are_resumed(way: Any, tmp_path: Path) -> None:
     def build(seed: int) -> nn.Module:
         return models.build("mlp", seed).to(torch.bfloat16)
 
@@ -557,7 +557,7 @@ def test_parameters_in_a_higher_precision_are_resumed_as_they_are(way: Any, tmp_
             load_training(tmp_path / "run", plainly)  # the model alone
 
 
-def test_a_state_that_was_saved_before_the_first_step_replaces_a_later_one(tmp_path: Path) -> None:
+def test_save_before_the_first_step_replaces_a_later_state(tmp_path: Path) -> None:
     with on_store(tmp_path / "store", SMALL) as pair:
         before = Trained.of(*pair)
         save_training(tmp_path / "run", *pair)
@@ -571,7 +571,7 @@ def test_a_state_that_was_saved_before_the_first_step_replaces_a_later_one(tmp_p
         Trained.of(*pair, found).assert_same_as(uninterrupted("cpu")[0])
 
 
-def test_a_model_is_loaded_without_its_optimizer_but_not_the_other_way_round(
+def test_model_loads_without_optimizer_but_not_vice_versa(
     tmp_path: Path,
 ) -> None:
     one, two = plain(), plain(seed=1)
@@ -587,7 +587,7 @@ def test_a_model_is_loaded_without_its_optimizer_but_not_the_other_way_round(
     assert two[1].state_dict()["state"] == {}
 
 
-# What is refused ----------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -622,7 +622,7 @@ def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_every_flipped_bit_is_refused_and_nothing_is_changed(
+def test_flipped_bit_raises_and_changes_nothing(
     name: str, saves: tuple[Path, Path], target: Pair, tmp_path: Path
 ) -> None:
     run = shutil.copytree(saves[0], tmp_path / "run")
@@ -641,9 +641,7 @@ def test_every_flipped_bit_is_refused_and_nothing_is_changed(
     load_training(run, *target)  # it was the flipped bit each time
 
 
-def test_other_libraries_take_a_flipped_bit_for_a_weight(
-    saves: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_other_libraries_accept_a_flipped_bit(saves: tuple[Path, Path], tmp_path: Path) -> None:
     run = shutil.copytree(saves[0], tmp_path / "run")
     before = in_memory(run, tmp_path / "before.pt")["model"]
     reader = dcp.FileSystemReader(run)
@@ -657,7 +655,7 @@ def test_other_libraries_take_a_flipped_bit_for_a_weight(
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_a_truncated_or_missing_file_is_refused_and_nothing_is_changed(
+def test_truncated_or_missing_file_raises_and_changes_nothing(
     name: str, saves: tuple[Path, Path], target: Pair, tmp_path: Path
 ) -> None:
     run = shutil.copytree(saves[0], tmp_path / "run")
@@ -677,7 +675,7 @@ def test_a_truncated_or_missing_file_is_refused_and_nothing_is_changed(
 
 
 @pytest.mark.parametrize("name", PARTS)
-def test_files_of_two_saves_are_refused_together_and_nothing_is_changed(
+def test_mixed_files_of_two_saves_raise_and_change_nothing(
     name: str, saves: tuple[Path, Path], target: Pair, tmp_path: Path
 ) -> None:
     run = shutil.copytree(saves[0], tmp_path / "run")
@@ -699,11 +697,11 @@ def with_sums_that_fit(run: Path, name: str, content: bytes) -> None:
     else:
         (run / name).write_bytes(content)
         sums[name] = FileSum(len(content), digest(content))
-    (run / PARTS[0]).write_bytes(sealed(pickled, sums))
+    (run / PARTS[0]).write_bytes(seal_metadata(pickled, sums))
 
 
 class Planted:
-    """What a pickle may do that nobody looks at."""
+    """A pickle that runs code when loaded unchecked."""
 
     def __init__(self, target: Path) -> None:
         self.target = target
@@ -712,13 +710,13 @@ class Planted:
         return os.mkdir, (str(self.target),)
 
 
-def test_a_planted_pickle_runs_nothing(
+def test_planted_pickle_runs_nothing(
     saves: tuple[Path, Path], target: Pair, tmp_path: Path
 ) -> None:
     run = shutil.copytree(saves[0], tmp_path / "run")
     planted = pickle.dumps(Planted(tmp_path / "planted"))
     with_sums_that_fit(run, PARTS[0], planted)
-    with unchanged(*target), pytest.raises(CorruptDataError, match="is no Metadata"):
+    with unchanged(*target), pytest.raises(CorruptDataError, match="is not a Metadata"):
         load_training(run, *target)
 
     whole = (saves[0] / PARTS[0]).read_bytes()
@@ -731,7 +729,10 @@ def test_a_planted_pickle_runs_nothing(
     place.offset, place.length = len(data), len(value.getvalue())
     with_sums_that_fit(run, PARTS[1], data + value.getvalue())
     with_sums_that_fit(run, PARTS[0], pickle.dumps(metadata))
-    with unchanged(*target), pytest.raises(CorruptDataError, match="is not what torch writes"):
+    with (
+        unchanged(*target),
+        pytest.raises(CorruptDataError, match="is not a valid checkpoint file"),
+    ):
         load_training(run, *target)
 
     assert not (tmp_path / "planted").exists()
@@ -739,7 +740,7 @@ def test_a_planted_pickle_runs_nothing(
     assert (tmp_path / "planted").exists()
 
 
-def test_a_newer_format_is_refused(saves: tuple[Path, Path], tmp_path: Path) -> None:
+def test_newer_format_raises(saves: tuple[Path, Path], tmp_path: Path) -> None:
     run = shutil.copytree(saves[0], tmp_path / "run")
     body = (run / PARTS[0]).read_bytes().rpartition(b"\n")[0]
     body = body.replace(b'"format":1', b'"format":2') + b"\n"
@@ -783,7 +784,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str
     "another class": (
         lambda: changed(nn.Module.train),
         lambda model: torch.optim.SGD(model.parameters()),
-        "whose class is AdamW, and this one's is SGD",
+        "whose class is AdamW, not SGD",
     ),
     "of another model": (
         lambda: changed(nn.Module.train),
@@ -794,7 +795,7 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_model_or_optimizer_is_refused_and_unchanged(
+def test_other_model_or_optimizer_raises_and_is_unchanged(
     other: str, saves: tuple[Path, Path]
 ) -> None:
     build, optimized, message = OTHERS[other]
@@ -804,7 +805,7 @@ def test_another_model_or_optimizer_is_refused_and_unchanged(
         load_training(saves[0], model, optimizer)
 
 
-def test_no_save_is_said_to_be_none(tmp_path: Path) -> None:
+def test_missing_save_raises(tmp_path: Path) -> None:
     with pytest.raises(TransferError, match=r"\.metadata is missing"):
         load_training(tmp_path / "nowhere", *plain())
     with pytest.raises(TransferError, match=r"\.metadata is missing"):
@@ -844,7 +845,7 @@ def test_save_training_beside_other_files_leaves_them(tmp_path: Path) -> None:
     assert load_training(tmp_path, *pair) == "second"
 
 
-def test_save_training_removes_what_killed_saves_left(tmp_path: Path) -> None:
+def test_save_training_removes_orphans_of_killed_saves(tmp_path: Path) -> None:
     pair = plain()
     save_training(tmp_path / "run", *pair)
     draft = tmp_path / "run" / ".saving-dead"
@@ -856,7 +857,7 @@ def test_save_training_removes_what_killed_saves_left(tmp_path: Path) -> None:
     assert names_in(tmp_path / "run") == [".metadata", "__0_8.distcp"]
 
 
-def test_a_save_that_fails_leaves_the_last_one_and_nothing_else(tmp_path: Path) -> None:
+def test_save_failure_leaves_the_last_save_only(tmp_path: Path) -> None:
     pair, other = plain(), plain(seed=1)
     save_training(tmp_path / "run", *pair, extra="old")
     go_on(*pair, 0, 1)
@@ -900,7 +901,7 @@ def load_often(path: Path) -> None:
         assert all(bool((p == value).all()) for p in model.parameters())
 
 
-def test_saves_and_loads_at_the_same_time_are_each_whole(tmp_path: Path) -> None:
+def test_concurrent_saves_and_loads_are_each_whole(tmp_path: Path) -> None:
     path = tmp_path / "run"
     save_often(path, 0, 1)
     with ThreadPoolExecutor() as threads:
@@ -917,7 +918,7 @@ def test_save_training_during_another_save_raises(tmp_path: Path) -> None:
     path, caught = tmp_path / "run", []
 
     def save_within(call: Call) -> Any:
-        with pytest.raises(StoreLockedError, match=f"another save to {path} is under way"):
+        with pytest.raises(StoreLockedError, match=f"another save to {path} is in progress"):
             save_training(path, filled(2), extra=2)
         caught.append(call)
         return call.go_on()
@@ -938,7 +939,7 @@ def limited(how: str, place: Path) -> dict[str, int]:
 
 @pytest.mark.full("processes of their own that are measured")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells this memory")
-def test_saving_and_loading_take_two_groups_of_memory_and_not_the_model(tmp_path: Path) -> None:
+def test_save_and_load_use_memory_of_two_groups(tmp_path: Path) -> None:
     found = limited("streaming", tmp_path / "ours")
 
     assert found["right"] == 1
@@ -949,6 +950,6 @@ def test_saving_and_loading_take_two_groups_of_memory_and_not_the_model(tmp_path
     assert control["saving"] > STATE_BYTES
 
 
-def test_both_are_there_by_name() -> None:
+def test_save_and_load_are_public_names() -> None:
     assert {"save_training", "load_training"} <= set(tierstore.__all__)
     assert tierstore.save_training is save_training

@@ -1,7 +1,7 @@
-"""What any number of ranks has saved, with tierstore or with torch alone, any other goes on from.
+"""A save by any number of ranks, with tierstore or torch alone, is resumed by any other.
 
-The trainings are those of `saving_ranks.py`, on gloo and in float32. Whatever is compared is so bit
-for bit, with all of the optimizer's state.
+The trainings are those of `saving_ranks.py`, on gloo and in float32. Everything is compared bit for
+bit, with all of the optimizer's state.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.full("a minute of ranks; test_saving.py goes from store
 
 
 class Load(NamedTuple):
-    """Who saved, how it was loaded and by how many ranks, and whether it was right."""
+    """The ranks that saved, the way and ranks that loaded, and whether it was right."""
 
     saved: str
     how: str
@@ -35,7 +35,7 @@ def loads(tmp_path_factory: pytest.TempPathFactory) -> list[Load]:
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("saved", [*ON_RANKS, *ON_ONE])
-def test_ranks_of_fsdp2_load_what_any_number_has_saved(
+def test_fsdp2_ranks_load_a_save_of_any_rank_count(
     saved: str, world: int, loads: list[Load]
 ) -> None:
     found = {each.how: each.right for each in loads if each[:3:2] == (saved, world)}
@@ -45,26 +45,24 @@ def test_ranks_of_fsdp2_load_what_any_number_has_saved(
 
 
 @pytest.mark.parametrize("saved", [*ON_RANKS, *ON_ONE])
-def test_one_process_loads_it_on_a_store_and_without_one(saved: str, loads: list[Load]) -> None:
+def test_single_process_loads_it_with_and_without_a_store(saved: str, loads: list[Load]) -> None:
     found = {each.how: each.right for each in loads if each.saved == saved and each.ranks == 1}
     alone = [f"{how} alone" for how in WAYS if (saved, how) != ("alone by name", "torch")]
     assert {"store", *alone} <= found.keys()
     assert all(found.values())
 
 
-def test_a_training_that_was_loaded_on_a_store_goes_on_as_if_it_had_not_been(
+def test_store_training_resumes_as_if_uninterrupted(
     loads: list[Load],
 ) -> None:
     assert Load("store goes on", "", 0, True) in loads
 
 
-def test_what_was_not_loaded_is_noticed(loads: list[Load]) -> None:
+def test_unloaded_tensors_are_reported(loads: list[Load]) -> None:
     assert Load("nothing", "control", 0, False) in loads
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_what_one_rank_meets_is_raised_on_all_and_changes_nothing(
-    rank: int, loads: list[Load]
-) -> None:
+def test_rank_failure_raises_on_all_and_changes_nothing(rank: int, loads: list[Load]) -> None:
     assert Load("damaged", "CorruptDataError", rank, True) in loads
     assert Load("full disk", "DiskFullError", rank, True) in loads

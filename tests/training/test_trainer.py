@@ -66,7 +66,7 @@ def trained(model: nn.Module, folder: Path) -> tuple[list[float], float, dict[st
 
 
 @pytest.mark.full("trains twice with another library")
-def test_a_trainer_trains_it_as_the_model_itself(tmp_path: Path, disk_dir: Path) -> None:
+def test_trainer_trains_it_like_the_model_itself(tmp_path: Path, disk_dir: Path) -> None:
     expected = trained(tiny(), tmp_path / "plain")
     module = tiny()
     weights = sum(parameter.nbytes for parameter in module.parameters())
@@ -82,7 +82,7 @@ def test_a_trainer_trains_it_as_the_model_itself(tmp_path: Path, disk_dir: Path)
         assert model.disable() is module
 
 
-def test_it_tells_of_the_arguments_of_its_module(disk_dir: Path) -> None:
+def test_forward_signature_is_the_modules(disk_dir: Path) -> None:
     class Adding(nn.Linear):
         def forward(self, x: torch.Tensor, *, more: float = 0.0) -> torch.Tensor:
             return super().forward(x) + more

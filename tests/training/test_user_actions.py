@@ -1,6 +1,6 @@
-"""What users do with a model in training besides training it: reading, editing, saving, hooking.
+"""User actions on a model in training besides training it: read, edit, save, hook.
 
-Every scenario is done with an ordinary model, too, and must leave the same.
+Every scenario runs on an ordinary model, too, with the same result.
 """
 
 from __future__ import annotations
@@ -321,7 +321,7 @@ SCENARIOS = [
 
 @ON_BOTH
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
-def test_as_with_an_ordinary_model(scenario: Any, device: str, disk_dir: Path) -> None:
+def test_user_action_equals_plain_torch(scenario: Any, device: str, disk_dir: Path) -> None:
     compare(scenario, disk_dir, device, share=0.25)
 
 
@@ -329,14 +329,12 @@ def test_as_with_an_ordinary_model(scenario: Any, device: str, disk_dir: Path) -
 @pytest.mark.parametrize(
     "scenario", [giving_and_taking_gradients, calling_a_part], ids=lambda s: s.__name__
 )
-def test_as_with_an_ordinary_model_too(scenario: Any, device: str, disk_dir: Path) -> None:
+def test_long_user_action_equals_plain_torch(scenario: Any, device: str, disk_dir: Path) -> None:
     compare(scenario, disk_dir, device, share=0.25)
 
 
 @pytest.mark.parametrize("share", (0.25, 2.0))
-def test_an_edit_between_forward_and_backward_is_refused_as_by_torch(
-    share: float, disk_dir: Path
-) -> None:
+def test_edit_between_forward_and_backward_raises_as_in_torch(share: float, disk_dir: Path) -> None:
     def refusal(model: Any) -> str:
         loss = squares(model, 0, "cpu")
         with torch.no_grad():
@@ -379,7 +377,7 @@ def pair(store: TierStore, device: str) -> Any:
 
 
 @ON_BOTH
-def test_names_and_values_of_the_state_dict(pair: Any) -> None:
+def test_state_dict_names_and_values_are_equal(pair: Any) -> None:
     (model, _), (plain, _) = pair
     assert list(model.state_dict()) == list(plain.state_dict())
     assert_same(dict(model.state_dict()), dict(plain.state_dict()))
@@ -392,7 +390,7 @@ def test_names_and_values_of_the_state_dict(pair: Any) -> None:
 
 
 @ON_BOTH
-def test_torch_save_of_the_states(pair: Any, tmp_path: Path) -> None:
+def test_torch_save_of_the_states_works(pair: Any, tmp_path: Path) -> None:
     (model, optimizer), (plain, by_itself) = pair
     for name, states in {
         "ours": (model.state_dict(), optimizer.state_dict()),
@@ -407,7 +405,7 @@ def test_torch_save_of_the_states(pair: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ("deepcopy", "pickle", "torch.save"))
-def test_a_copy_is_an_ordinary_model(how: str, pair: Any, store: TierStore) -> None:
+def test_copy_is_an_ordinary_model(how: str, pair: Any, store: TierStore) -> None:
     (model, _), (plain, _) = pair
     if how == "deepcopy":
         copied = copy.deepcopy(model)
@@ -430,7 +428,7 @@ def test_a_copy_is_an_ordinary_model(how: str, pair: Any, store: TierStore) -> N
 
 
 @ON_BOTH
-def test_moving_to_where_it_computes_is_harmless(pair: Any, store: TierStore) -> None:
+def test_move_to_the_compute_device_does_nothing(pair: Any, store: TierStore) -> None:
     (model, _), _ = pair
     assert model.to(store.device) is model
     assert model.cpu() is model
@@ -440,13 +438,13 @@ def test_moving_to_where_it_computes_is_harmless(pair: Any, store: TierStore) ->
 
 @ON_BOTH
 @pytest.mark.parametrize("convert", ("half", "bfloat16", "double"))
-def test_converting_is_refused(convert: str, pair: Any) -> None:
+def test_conversion_raises(convert: str, pair: Any) -> None:
     (model, _), _ = pair
     with pytest.raises(RuntimeError, match=r"before OffloadModel\(module, store\), or after"):
         getattr(model, convert)()
 
 
-def test_attributes_are_those_of_the_module(disk_dir: Path) -> None:
+def test_attributes_are_the_modules(disk_dir: Path) -> None:
     module = models.build("llama")
     with store_for(module, disk_dir) as store:
         model = OffloadModel(module, store)
@@ -460,7 +458,7 @@ def test_attributes_are_those_of_the_module(disk_dir: Path) -> None:
 
 
 @ON_BOTH
-def test_as_a_child_of_another_module(device: str, disk_dir: Path) -> None:
+def test_model_as_a_child_module_trains(device: str, disk_dir: Path) -> None:
     class Outer(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -495,7 +493,7 @@ def test_as_a_child_of_another_module(device: str, disk_dir: Path) -> None:
 
 
 @ON_BOTH
-def test_disable_gives_an_ordinary_model_that_trains_on(device: str, disk_dir: Path) -> None:
+def test_disabled_model_trains_on_as_ordinary(device: str, disk_dir: Path) -> None:
     plain = models.build("small")
     by_itself = torch.optim.AdamW(plain.parameters(), **ADAMW)
     wanted = train("small", plain, by_itself, 2)
@@ -525,7 +523,7 @@ def test_disable_gives_an_ordinary_model_that_trains_on(device: str, disk_dir: P
 
 
 @ON_BOTH
-def test_the_same_optimizer_after_disable(device: str, disk_dir: Path) -> None:
+def test_optimizer_after_disable_continues(device: str, disk_dir: Path) -> None:
     plain = models.build("small")
     by_itself = torch.optim.AdamW(plain.parameters(), **ADAMW)
     train("small", plain, by_itself, 4)
@@ -540,7 +538,7 @@ def test_the_same_optimizer_after_disable(device: str, disk_dir: Path) -> None:
         Trained.of(ordinary, optimizer).assert_same_as(Trained.of(plain, by_itself), device)
 
 
-def test_reading_after_the_store_was_closed(disk_dir: Path) -> None:
+def test_values_are_readable_after_the_store_closed(disk_dir: Path) -> None:
     plain = models.build("small")
     by_itself = torch.optim.AdamW(plain.parameters(), **ADAMW)
     train("small", plain, by_itself, 2)
@@ -558,7 +556,7 @@ def test_reading_after_the_store_was_closed(disk_dir: Path) -> None:
 
 @ON_BOTH
 @pytest.mark.parametrize("share", (0.3, 2.0))
-def test_what_is_dropped_is_gone(share: float, device: str, disk_dir: Path) -> None:
+def test_dropped_model_is_freed(share: float, device: str, disk_dir: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", ResourceWarning)
         module = models.build("resnet")
@@ -568,7 +566,7 @@ def test_what_is_dropped_is_gone(share: float, device: str, disk_dir: Path) -> N
             gone = [weakref.ref(each) for each in (model, optimizer, module, module.stem[0].weight)]
             del model, optimizer, module
             assert_gone(gone)
-            # What was kept for good has room for others again.
+            # The space of permanent leases is free again.
             again = models.build("resnet")
             model, optimizer = offloaded(again, store)
             train("resnet", model, optimizer, 1, device=device)
@@ -585,7 +583,7 @@ def test_what_is_dropped_is_gone(share: float, device: str, disk_dir: Path) -> N
 
 
 @ON_BOTH
-def test_hooks_for_saved_tensors_around_the_model(device: str, disk_dir: Path) -> None:
+def test_saved_tensor_hooks_around_the_model_work(device: str, disk_dir: Path) -> None:
     packed: list[int] = []
 
     def scenario(model: Any, optimizer: Any, device: str) -> Found:
@@ -609,7 +607,7 @@ def test_hooks_for_saved_tensors_around_the_model(device: str, disk_dir: Path) -
 
 @ON_BOTH
 @pytest.mark.parametrize("checkpoint", (False, True))
-def test_activations_and_weights_in_one_store(
+def test_activations_and_weights_share_a_store(
     checkpoint: bool, device: str, disk_dir: Path
 ) -> None:
     plain = models.build("llama")
@@ -646,7 +644,7 @@ class Interrupted(Exception):
 @pytest.mark.parametrize("microbatches", (1, 3))
 @pytest.mark.parametrize("checkpoint", (False, True))
 @pytest.mark.parametrize("where", ("forward", "backward"))
-def test_an_error_leaves_nothing_leased(
+def test_error_leaves_nothing_leased(
     where: str, checkpoint: bool, microbatches: int, device: str, disk_dir: Path
 ) -> None:
     """As plainly, what a backward pass has left until then counts; then training is right again."""
@@ -699,7 +697,7 @@ def without_an_error(model: Any, optimizer: Any, device: str) -> Found:
 
 
 @ON_BOTH
-def test_gradients_that_came_before_an_error_count(device: str, disk_dir: Path) -> None:
+def test_gradients_before_an_error_count(device: str, disk_dir: Path) -> None:
     def scenario(model: Any, optimizer: Any, device: str) -> Found:
         def fail(*_: Any) -> None:
             raise Interrupted
@@ -719,11 +717,11 @@ def test_gradients_that_came_before_an_error_count(device: str, disk_dir: Path) 
     compare(scenario, disk_dir, device)
 
 
-def test_training_goes_on_after_a_graph_was_dropped(disk_dir: Path) -> None:
+def test_training_continues_after_a_dropped_graph(disk_dir: Path) -> None:
     def scenario(model: Any, optimizer: Any, device: str) -> Found:
         found = []
         for number in range(2):
-            squares(model, 40, device)  # nobody wants its gradient
+            squares(model, 40, device)  # its gradient is not needed
             found.append(step(model, optimizer, number, device))
         return found
 

@@ -82,7 +82,7 @@ CASES = {
 @pytest.mark.parametrize("recomputed", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("case", CASES)
-def test_its_gradient_is_the_sum(
+def test_weight_used_twice_gets_the_summed_gradient(
     case: str, device: str, recomputed: bool, share: float, disk_dir: Path
 ) -> None:
     build, loss = CASES[case]

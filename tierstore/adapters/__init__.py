@@ -1,1 +1,1 @@
-"""FIT: turn a framework's shapes into groups, accesses and hints. No movement logic here."""
+"""FIT: map a framework's modules and tensors to groups, accesses and hints. Moves no bytes."""

@@ -1,4 +1,4 @@
-"""How a module is bound to a store, by whoever offloads or trains it, and how that is undone."""
+"""Attach a model to a store, for inference or training, and detach it again."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tierstore.store import TierStore, engine_of
 
 
 class Removable(Protocol):
-    """Something that was done to a module: a patch for a method, or a hook."""
+    """A reversible change of a module: a method patch or a hook."""
 
     def remove(self) -> None:
         """Undo it."""
 
 
 class Attachment:
-    """What was done to the modules of one model, until `detach`.
+    """The changes made to the modules of one model, until `detach`.
 
-    `groups` maps keys of the store to the names of the tensors in each. The store forgets these
-    groups, and what `resident` takes is given back, when `owner` is garbage-collected. No Parameter
-    object is ever replaced: a parameter shows other memory (see `tierstore.adapters.codecs`).
-    `patched` counts how often others were found to have patched methods.
+    `groups` maps keys of the store to tensor names. When `owner` is garbage-collected, the store
+    discards these groups, and the device memory of `resident` is released. Parameter objects are
+    never replaced; they are pointed at other memory (see `tierstore.adapters.codecs`). `patched`
+    counts how often foreign patches of methods were found.
     """
 
     def __init__(self, owner: object, store: TierStore) -> None:
@@ -38,24 +38,23 @@ class Attachment:
         weakref.finalize(owner, _forget, weakref.ref(store), self.groups, self.resident.share)
 
     def add(self, done: Removable) -> None:
-        """Something was done that `detach` is to undo."""
+        """Register a change for `detach` to undo."""
         self._done.append(done)
         self._found = None
 
     def patch(
         self, module: nn.Module, name: str, run: Callable[[MethodPatch, Any, Any], Any]
     ) -> None:
-        """Have calls of a module's method be calls of `run`."""
+        """Replace a module's method by `run`."""
         patch = MethodPatch(module, name, run)
         self.add(patch)
         patch.install()
 
-    def patch_again(self) -> bool:
-        """Stand in front of methods that were patched since, or whose patch was taken back. Returns
-        whether any module has another class since.
+    def reinstall_patches(self) -> bool:
+        """Reinstall patches that were displaced: patched over, or removed with a foreign patch.
 
-        This runs before each run of the model, and looks at all of it: nearly always, every module
-        has what it had the last time.
+        Returns True if the class of any such module has changed. Runs before each run of the model
+        and checks all patches; nearly always, nothing has changed.
         """
         if self._found is None:
             self._found = list(self._attributes())
@@ -68,7 +67,7 @@ class Attachment:
         self.patched += 1
         displaced = [d for d in self._done if isinstance(d, MethodPatch) and d.displaced]
         for before in displaced:
-            before.superseded = True  # none of them is in the others' way
+            before.superseded = True  # first for all: none of them may call another
         for before in displaced:
             if before.run is not None:
                 after = MethodPatch(before.module, before.name, before.run)
@@ -79,14 +78,16 @@ class Attachment:
         return any(type(each.module) is not each.kind for each in displaced)
 
     def _attributes(self) -> Iterator[tuple[dict[str, Any], str, Any, nn.Module, type]]:
-        """What modules have in the places of the methods that something stands in for."""
+        """Yield the current attribute and class of each module with a patched method."""
         patches = [done for done in self._done if isinstance(done, MethodPatch)]
         for module, name in dict.fromkeys((each.module, each.name) for each in patches):
             yield module.__dict__, name, module.__dict__.get(name), module, type(module)
 
     def supersede(self, kind: type) -> list[MethodPatch]:
-        """Leave it to the caller to remove the patches that run a `kind`: others take their
-        places first."""
+        """Mark the patches that run a `kind` as superseded, and return them.
+
+        The caller removes them once new patches are installed.
+        """
         superseded = [
             d for d in self._done if isinstance(d, MethodPatch) and isinstance(d.run, kind)
         ]
@@ -96,7 +97,7 @@ class Attachment:
         return superseded
 
     def detach(self) -> None:
-        """Undo all of it, the latest first; what stays on the device stays."""
+        """Undo all changes, the latest first. Device-resident tensors stay where they are."""
         self._found = None
         while self._done:
             self._done.pop().remove()
@@ -105,11 +106,11 @@ class Attachment:
 def _forget(
     store: weakref.ref[TierStore], groups: dict[str, list[str]], share: DeviceShare
 ) -> None:
-    """A model was garbage-collected: its groups are of no use to anybody."""
+    """Discard the groups of a garbage-collected model. Runs as a finalizer."""
     alive = store()
     resident = [key for key in groups if is_resident(key)]
     if alive is not None:
-        engine_of(alive).groups.discard_soon(groups.keys() - resident)
-    share.give_back_soon(alive)
+        engine_of(alive).groups.discard_from_finalizer(groups.keys() - resident)
+    share.release_soon(alive)
     if alive is not None:
-        engine_of(alive).groups.discard_next(resident)
+        engine_of(alive).groups.discard_at_next_transaction(resident)

@@ -1,8 +1,8 @@
-"""Casts of weights that autocast makes: none of them outlives what it was made for.
+"""Disable autocast's cache of weight casts while offloaded modules run.
 
-Autocast keeps its cast of every float32 parameter that requires grad until the outermost autocast
-ends, also where no gradient is wanted: half a model, in memory that no budget counts. So it keeps
-none while modules run whose weights are in a store: a weight that is used twice is cast twice.
+Autocast caches its cast of every float32 parameter that requires grad until the outermost autocast
+exits, even if no gradient is needed: half a model, in memory that is not counted in any budget.
+Without the cache, a weight that is used twice is cast twice.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import torch
 
 
 class CastCache:
-    """Autocast's cache, for one run of a module: off on this thread from `stop` to `resume`.
+    """Switch for autocast's cache on this thread: off from `stop` to `resume`.
 
-    An autocast that is made meanwhile keeps no casts either. One that was made before, and is
-    entered meanwhile (a decorator), keeps what it casts as always, until the outermost one ends.
+    An autocast created in between caches nothing either. One created before and entered in between
+    (a decorator) caches its casts as usual, until the outermost autocast exits.
     """
 
     __slots__ = ("_was_on",)
@@ -23,12 +23,12 @@ class CastCache:
         self._was_on = False
 
     def stop(self) -> None:
-        """Keep no casts from now on."""
+        """Turn the cache off."""
         self._was_on = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
 
     def resume(self) -> None:
-        """Do again as before `stop`. May be repeated if interrupted, and called without `stop`."""
+        """Restore the state before `stop`. Can be repeated, and called without `stop`."""
         if self._was_on:
             torch.set_autocast_cache_enabled(True)
             self._was_on = False

@@ -1,7 +1,7 @@
 """Bind tensors of a model to leased bytes while they are used, and to their host views otherwise.
 
-Inference and training share this: a `ParameterBinding` for each tensor, whose `BindingPolicy` says
-what becomes of a change.
+Used for inference and training: each tensor has a `ParameterBinding`, and the `BindingPolicy`
+determines how changes are handled.
 """
 
 from __future__ import annotations
@@ -16,43 +16,48 @@ from torch import nn
 from tierstore.adapters.codecs.memory import address_of
 from tierstore.adapters.codecs.plain import assign
 from tierstore.system.views import blocks_of
-from tierstore.torch_private import counted_version, keep_found, version_of
+from tierstore.torch_private import revive_object, unchecked_version, version_of
 
-OFTEN = 2
-"""How often a buffer is stored by its content before it counts as one that every use changes, such
-as a cache of keys and values, or running statistics."""
+FREQUENT_EDITS = 2
+"""Content writes of a buffer after which it is treated as changed by every use.
+
+Such buffers are key-value caches and running statistics.
+"""
 
 
 class BindingPolicy(Enum):
-    """How a binding treats a change of its tensor."""
+    """Handling of changes to a bound tensor."""
 
     READ_ONLY = auto()
-    """The store registers the group again, under another key. A backward pass through the old
-    value raises, and so does one that wants a gradient of the tensor."""
+    """A changed group is registered again under a new key.
+
+    A backward pass that needs the old value, or a gradient of the tensor, raises.
+    """
     WRITE_BACK = auto()
-    """Every use changes it: its host view is a mutable group of the store."""
+    """Every use may change the tensor: its host view is a mutable group of the store."""
     MUTABLE = auto()
-    """The host view is part of the training state: it is changed in place, at any time."""
+    """The host view is part of the training state and may be changed in place at any time."""
 
 
 class ParameterBinding:
-    """A tensor of the model, the group that it is in, and its host view, which it shows while away.
+    """Binding of one model tensor to leased memory while in use, and to its host view otherwise.
 
-    `user` is the use during which it shows leased memory, one of them if there are `others`.
-    `edited` tells whether somebody gave it other memory or wrote to it by a torch operation since
-    it was unbound. (Writes that torch does not count, such as to `tensor.data`, show in the pages
-    of the host view: see `WriteWatch`.) `times_stored` counts how often it was stored again.
+    `user` is the context for which the tensor shows leased memory; `others` are further contexts
+    that use it at the same time. `edited` is True if the tensor was pointed at other memory, or
+    written by a torch operation, since it was unbound. (Writes that torch does not count, such as
+    to `tensor.data`, are detected by the pages of the host view: see `WriteWatch`.)
+    `times_stored` counts how often the tensor was stored again.
 
-    A binding does not keep the tensor alive: a parameter that was deleted or replaced goes at once,
-    as in plain torch. From then on `tensor` is another one over the host view, and the binding is
-    `detached`. `number` is the id of the first tensor, which others may have then.
+    A binding does not keep the tensor alive: a deleted or replaced parameter is freed at once, as
+    in plain torch. From then on `tensor` is a new tensor over the host view, and the binding is
+    `detached`. `number` is the id of the original tensor, which Python may reuse then.
 
     Args:
-        find: where to look up a tensor that is replaced from time to time (the local tensor of a
-            DTensor); by default the binding refers to `tensor` weakly.
+        find: returns the current tensor, for one that is replaced from time to time (the local
+            tensor of a DTensor); by default the binding holds a weak reference to `tensor`.
 
-    Note: all of this runs for every tensor in every step, between computations that fill the
-    processor's caches. The cost is in the number of objects touched.
+    Note: this code runs for every tensor in every step, between computations that fill the CPU
+    caches. Its cost is the number of objects touched.
     """
 
     __slots__ = (
@@ -93,11 +98,11 @@ class ParameterBinding:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The tensor of the model, or another one over the host view if that is gone."""
+        """The model's tensor, or a new one over the host view if the model's was freed."""
         found = self._reference()
         if found is None:
             return self._replacement()
-        keep_found(found)
+        revive_object(found)
         return found
 
     def _replacement(self) -> torch.Tensor:
@@ -109,19 +114,19 @@ class ParameterBinding:
 
     @property
     def alive(self) -> bool:
-        """Whether the model's tensor is not gone."""
+        """True if the model's tensor still exists."""
         return not self.detached and self._reference() is not None
 
     def move_to(self, key: str, host_view: torch.Tensor) -> None:
-        """Put the tensor into group `key` from now on. If it is away, it shows `host_view`."""
+        """Move the tensor to group `key`. If it is not in use, it shows `host_view` at once."""
         self.key = key
         self.host_view = host_view
         self._address = address_of(host_view)
         if self.user is None:
-            self._show_host_view()
+            self._bind_host_view()
 
     def is_in_place(self, value: torch.Tensor) -> bool:
-        """Tell whether a value lies in the memory of the host view, in its form."""
+        """Return whether a value has the memory, dtype, shape and strides of the host view."""
         host_view = self.host_view
         return (
             address_of(value) == self._address
@@ -131,80 +136,86 @@ class ParameterBinding:
             and not value.is_conj()
         )
 
-    def _show_host_view(self) -> None:
+    def _bind_host_view(self) -> None:
         tensor = self.tensor
         assign(tensor, self.host_view)
         self.version = version_of(tensor)
 
     def accept(self) -> None:
-        """Count the tensor as unchanged, whatever torch has counted."""
+        """Treat the tensor as unchanged, whatever its version counter says."""
         self.version = version_of(self.tensor)
 
     @property
     def edited(self) -> bool:
-        """Whether it is away and not what it was."""
+        """True if the tensor is not in use and has changed since it was unbound."""
         return bool(edited_among((self,), {self.name: self.host_view}))
 
     @property
-    def was_given_memory(self) -> bool:
-        """Whether somebody gave it other memory, which is not empty."""
+    def was_reassigned(self) -> bool:
+        """True if the tensor was pointed at other memory, which is not empty."""
         tensor = self.tensor
         return tensor.numel() > 0 and address_of(tensor) != self._address
 
-    def _leave_to_others(self, use: object, others: set[object]) -> None:
-        others.discard(use)
-        if self.user is use and others:
+    def _remove_user(self, user: object, others: set[object]) -> None:
+        others.discard(user)
+        if self.user is user and others:
             self.user = next(iter(others))
             others.discard(self.user)
 
     def is_bound_on(self, thread: int) -> bool:
-        """Tell whether a use on a thread (or one without any) has bound it to leased memory."""
+        """Return whether a context on a thread, or one without a thread, has bound the tensor."""
         if self.user is None:
             return False
         users = (self.user, *(self.others or ()))
         return any(getattr(user, "thread", thread) == thread for user in users)
 
     def value(self, shown: torch.Tensor) -> torch.Tensor:
-        """Return its value in memory that nobody uses again: the host view if it is in use, else
-        what it shows. A change that its current use makes counts when that is over."""
+        """Return its value in memory that is not reused: the host view if in use, else `shown`.
+
+        A change made by the current use becomes visible when that use ends.
+        """
         return (
             shown
             if self.user is None and address_of(shown) == address_of(self.tensor)
             else self.host_view
         )
 
-    def leave(self, use: object) -> None:
-        """Show the host view again; what the tensor showed during `use` is ignored."""
-        if self.user is use:
+    def unbind(self, user: object) -> None:
+        """Bind the tensor to its host view again, ignoring what it showed for `user`."""
+        if self.user is user:
             self.user = self.others.pop() if self.others else None
-            self._show_host_view()
+            self._bind_host_view()
 
-    def give(self, value: torch.Tensor) -> None:
-        """Let the tensor show other memory, of the CPU: from now on it counts as edited."""
+    def replace_value(self, value: torch.Tensor) -> None:
+        """Point the tensor at other CPU memory, and mark it as edited."""
         assign(self.tensor, value)
         self.version = -1
 
-    def _keep_change(self, tensor: torch.Tensor) -> None:
-        """Keep what the forward itself did to the tensor: other memory that it was given, on the
-        CPU; or a change, in the host view, where it is noticed."""
+    def _copy_back(self, tensor: torch.Tensor) -> None:
+        """Keep a change that the forward itself made, on the CPU, marked as edited.
+
+        A tensor pointed at other memory keeps a CPU copy of it; a change in place is copied to the
+        host view.
+        """
         if address_of(tensor) not in (self._bound_to, self._address):
-            self.give(tensor.detach().cpu())
+            self.replace_value(tensor.detach().cpu())
             return
         self.host_view.copy_(tensor.detach())
         assign(tensor, self.host_view)
         self.version = -1
 
 
-# Note: every use of a unit does the following to each of its tensors, in loops that call nothing
-# that is written in Python. A block has twenty tensors, and each such call costs as much as a
-# kernel.
+# Note: the following runs for each tensor at each use of a unit, in loops that call no Python
+# functions. A block has twenty tensors, and each Python call costs as much as a kernel.
 
 
 def edited_among(
     bindings: Iterable[ParameterBinding], expected: Mapping[str, torch.Tensor]
 ) -> list[ParameterBinding]:
-    """Return those that are away and do not show their host views, unchanged, in the form of the
-    tensors `expected` by their names."""
+    """Return the unused bindings whose tensors differ from their unchanged host views.
+
+    `expected` maps names to tensors with the required shape, strides and dtype.
+    """
     edited = []
     for binding in bindings:
         if binding.user is not None:
@@ -212,10 +223,10 @@ def edited_among(
         tensor = binding._reference()
         if tensor is None:
             tensor = binding.tensor
-        keep_found(tensor)
+        revive_object(tensor)
         try:
-            version = counted_version(tensor)
-        except RuntimeError:  # of inference: see `version_of`
+            version = unchecked_version(tensor)
+        except RuntimeError:  # an inference tensor: see `version_of`
             version = 0
         form = expected[binding.name]
         if (
@@ -231,56 +242,55 @@ def edited_among(
 
 
 def bind_all(
-    bindings: Iterable[ParameterBinding], use: object, leased: Mapping[str, torch.Tensor]
+    bindings: Iterable[ParameterBinding], user: object, leased: Mapping[str, torch.Tensor]
 ) -> None:
-    """Let tensors show the leased bytes, by their names, while `use` lasts."""
+    """Bind tensors to the leased tensors of the same names for the context `user`."""
     for binding in bindings:
         if binding.user is not None:
-            binding.others = {use} if binding.others is None else {*binding.others, use}
+            binding.others = {user} if binding.others is None else {*binding.others, user}
             continue
         value = leased[binding.name]
         tensor = binding._reference()
         if tensor is None:
             tensor = binding.tensor
-        keep_found(tensor)
+        revive_object(tensor)
         binding._bound_to = value.data_ptr()
-        binding.user = use  # before anything is bound: wherever this ends, unbind_all undoes it
+        binding.user = user  # before binding: if this is interrupted, unbind_all undoes it
         try:
             tensor.data = value
         except RuntimeError:
             assign(tensor, value)
         try:
-            binding.version = counted_version(tensor)
+            binding.version = unchecked_version(tensor)
         except RuntimeError:
             binding.version = 0
 
 
 def unbind_all(  # noqa: C901 - no call more for each tensor
-    bindings: Iterable[ParameterBinding], use: object, *, with_grad: bool
+    bindings: Iterable[ParameterBinding], user: object, *, with_grad: bool
 ) -> None:
-    """Let tensors show their host views again, when their last use ends. To be repeated if
-    interrupted.
+    """Bind tensors to their host views again when their last use ends. Can be called repeatedly.
 
-    `with_grad` tells whether autograd may have saved them.
+    `with_grad` says whether autograd may have saved the tensors.
     """
     for binding in bindings:
         if binding.others:
-            binding._leave_to_others(use, binding.others)
-        if binding.user is not use:
+            binding._remove_user(user, binding.others)
+        if binding.user is not user:
             continue
         tensor = binding._reference()
         if tensor is None:
             tensor = binding.tensor
-        keep_found(tensor)
+        revive_object(tensor)
         try:
-            version = counted_version(tensor)
+            version = unchecked_version(tensor)
         except RuntimeError:
             version = 0
         address = tensor.data_ptr()
         if version != binding.version or (
             address != binding._bound_to and address != binding._address
         ):
-            binding._keep_change(tensor)
+            binding._copy_back(tensor)
             binding.user = None
             continue
         try:
@@ -288,11 +298,11 @@ def unbind_all(  # noqa: C901 - no call more for each tensor
         except RuntimeError:
             assign(tensor, binding.host_view)
         if with_grad and not tensor.is_inference():
-            # What autograd saved shows memory that is used again: a backward must raise. It saves
-            # frozen weights too, where the gradient of an input goes through them.
+            # Saved tensors show memory that will be reused, so a backward pass must raise. Autograd
+            # also saves frozen weights if the gradient of an input passes through them.
             torch.autograd.graph.increment_version(tensor)
         try:
-            binding.version = counted_version(tensor)
+            binding.version = unchecked_version(tensor)
         except RuntimeError:
             binding.version = 0
         binding.user = None
@@ -303,15 +313,15 @@ def note_changes(
     members: Iterable[ParameterBinding],
     values: Mapping[str, torch.Tensor],
 ) -> None:
-    """Count that tensors of a group with these `values` were edited, and write back from now on
-    those that change all the time.
+    """Count edits of a group's tensors, and switch those that change often to WRITE_BACK.
 
-    Buffers may, and what shares memory with them. Parameters are edited by somebody, once.
+    Only buffers are switched, and tensors that share memory with them. Edits of parameters are
+    rare, and made by the user. `values` are the current tensors of the group, by name.
     """
     often = set()
     for binding in edited:
         binding.times_stored += 1
-        if binding.times_stored > OFTEN and not isinstance(binding.tensor, nn.Parameter):
+        if binding.times_stored > FREQUENT_EDITS and not isinstance(binding.tensor, nn.Parameter):
             often.add(binding.name)
     if often:
         blocks = [{view.name for view in block.views} for block, _ in blocks_of(values)]

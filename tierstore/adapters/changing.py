@@ -1,7 +1,7 @@
-"""Changing an offloaded model as a whole: converting it, and loading other weights into it.
+"""Change an offloaded model as a whole: convert, copy, load and save it.
 
-However a weight is changed, that is noticed before it is used next. What is here does more: changes
-of all weights reach their tier group by group, so that a model of any size can be changed.
+Any change of a weight is detected before its next use. The code here also stores changes of all
+weights group by group, so that models of any size can be changed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tierstore.adapters.forward import CopiedAs, MethodPatch, same
 from tierstore.adapters.owners import owner_of
 from tierstore.adapters.weight_groups import Change
 from tierstore.errors import ClosedError
-from tierstore.torch_private import call_first_of_state_dict_hooks, like
+from tierstore.torch_private import like, move_state_dict_hook_first
 
 if TYPE_CHECKING:
     from tierstore.adapters.offloaded import OffloadedModel
@@ -34,8 +34,7 @@ T = TypeVar("T")
 
 
 def cast_weights(root: nn.Module, dtypes: Mapping[int, torch.dtype]) -> None:
-    """Give parameters and buffers (by id) of a model other dtypes: those that are offloaded group
-    by group, the others where they are."""
+    """Cast parameters and buffers (by id) of a model: offloaded ones by group, others in place."""
     owner = owner_of(root)
     offloaded: Collection[int] = ()
     if owner is not None and dtypes:
@@ -47,9 +46,9 @@ def cast_weights(root: nn.Module, dtypes: Mapping[int, torch.dtype]) -> None:
 
 
 class Conversion:
-    """What stands in for `_apply`, through which `half()` and `to()` change a model.
+    """Replacement for `_apply`, through which `half()` and `to()` change a model.
 
-    Of what changes, one group is in memory. The weights cannot be moved.
+    One changed group is in memory at a time. Moving the model to another device raises.
     """
 
     def __init__(self, offloaded: OffloadedModel) -> None:
@@ -63,17 +62,17 @@ class Conversion:
         moved = change(torch.empty(0, device="cpu"))
         if moved.device.type != "cpu":
             raise RuntimeError(
-                f"the model cannot be moved to {moved.device}: its weights are in a tierstore, and "
-                f"come to {offloaded.store.device} by themselves while it runs. Leave the move "
-                "out, or make it an ordinary model first (tierstore.disable_offload(model))"
+                f"the model cannot be moved to {moved.device}: its weights are in a tierstore, "
+                f"which loads them to {offloaded.store.device} as it runs. Do not move it, or "
+                "make it an ordinary model first (tierstore.disable_offload(model))"
             )
-        if not recurse:  # then a change is noticed as any other
+        if not recurse:  # changes are then detected as usual
             return original(change, recurse)
         offloaded.weights.convert(change)
         return original(self._change_of_the_rest(change), recurse)
 
     def _change_of_the_rest(self, change: Change) -> Change:
-        """How tensors that were not converted are changed, and all others left as they are."""
+        """Return a function that changes only the tensors that are not in groups."""
         offloaded = self._offloaded
         wrapped = offloaded.weights.wrapped.keys()
         stays = offloaded.weights.tensor_ids() - wrapped
@@ -84,20 +83,20 @@ class Conversion:
                 return tensor
             changed = change(tensor)
             if id(tensor) in wrapped and not _is_same(tensor, changed):
-                offloaded.changed = True  # it consists of others now
+                offloaded.changed = True  # it has other inner tensors now
             elif id(tensor) in wrapped:
                 return tensor
             if id(tensor) not in residents:
                 return changed
             if changed.dtype is not tensor.dtype or changed.stride() != tensor.stride():
                 assign(tensor, changed.detach().to(tensor.device))
-            return tensor  # it is where it should be
+            return tensor  # it stays on the device
 
         return change_the_rest
 
 
 def _is_same(tensor: torch.Tensor, changed: torch.Tensor) -> bool:
-    """Whether two wrapped tensors are of one dtype and of the same memory."""
+    """Return whether two wrapper tensors have the same dtype and memory."""
     before, after = leaves_of(tensor), leaves_of(changed)
     return changed.dtype is tensor.dtype and {n: geometry_at(t) for n, t in before.items()} == {
         n: geometry_at(t) for n, t in after.items()
@@ -105,15 +104,15 @@ def _is_same(tensor: torch.Tensor, changed: torch.Tensor) -> bool:
 
 
 class Copying:
-    """Lets deep copies and pickles of the model be ordinary models, all of it on the CPU.
+    """Makes deep copies and pickles of the model ordinary models on the CPU.
 
-    They hold what the weights are, also while another thread runs the model, which lends them
-    memory that is used again.
+    They contain the true weights, even while another thread runs the model with weights in reused
+    memory.
 
-    A wrapper that hands on what it is asked for, such as a PeftModel, must not find any of this, or
-    its copy would be one of the model alone. Python asks an object for `__reduce_ex__`, which every
-    class has, and which is never handed on. It is asked for `__deepcopy__` before, which is put
-    only where the model's class has one.
+    A wrapper that forwards attribute lookups to the model, such as a PeftModel, must not find these
+    methods, or its copy would be a copy of the model alone. Python looks up `__reduce_ex__`, which
+    every class has, so the lookup is never forwarded. Python looks up `__deepcopy__` before that;
+    it is installed only if the model's class has one.
     """
 
     def __init__(self, offloaded: OffloadedModel) -> None:
@@ -123,13 +122,13 @@ class Copying:
         self._methods: dict[str, Callable[..., Any]] = {"__reduce_ex__": self._reduce}
         if hasattr(type(self._root), "__deepcopy__"):
             self._methods["__deepcopy__"] = self._copy
-        self._put()
+        self._install()
 
-    def _put(self) -> None:
+    def _install(self) -> None:
         self._root.__dict__.update(self._methods)
 
     def remove(self) -> None:
-        """Let it be copied as any module."""
+        """Let the model be copied as any module."""
         for name in self._methods:
             self._root.__dict__.pop(name, None)
 
@@ -137,7 +136,7 @@ class Copying:
         return self._as_ordinary(memo, lambda shown: copy.deepcopy(shown, memo))
 
     def _pickled(self) -> nn.Module:
-        # No copies of the weights: a model may be larger than RAM, and is pickled bit by bit.
+        # The weights are not copied: a model may be larger than RAM, and pickle streams it.
         return self._as_ordinary({}, lambda shown: shown)
 
     def _reduce(self, protocol: int) -> tuple[Any, ...]:
@@ -146,7 +145,7 @@ class Copying:
     def _as_ordinary(
         self, memo: dict[int, Any], made: Callable[[torch.Tensor], torch.Tensor]
     ) -> nn.Module:
-        """A deep copy of the model, its weights being what is `made` of their values."""
+        """Return a deep copy of the model whose weights are `made` from their true values."""
         for tensor in self._offloaded.resident.tensors:
             alike: torch.Tensor = tensor.detach().to("cpu", copy=True)
             if isinstance(tensor, nn.Parameter):
@@ -161,29 +160,29 @@ class Copying:
                 with self._offloaded.weights.lock:
                     value = binding.value(binding.tensor).detach()
                 memo[id(binding.tensor)] = made(like(binding.tensor, value))
-        with self._lock, self._offloaded.weights.lock:  # no module's attributes change meanwhile
+        with self._lock, self._offloaded.weights.lock:  # keeps modules' attributes unchanged
             self.remove()
             try:
                 found = copy.deepcopy(self._root, memo)
             finally:
-                self._put()
+                self._install()
         _give_ordinary_attributes(self._root, found, memo)
         return found
 
 
 def _give_ordinary_attributes(root: nn.Module, found: nn.Module, memo: dict[int, Any]) -> None:
-    """Let no module of a copy have attributes that are there because the model is offloaded."""
+    """Remove attributes from a copy that its modules have only because of the offloading."""
     for module in modules_of(root):
         copied: Any = memo.get(id(module))
         if isinstance(copied, nn.Module):
             _leave_to_its_class(module, copied)
-    for module in modules_of(found):  # on another thread, some may stand in for parameters
+    for module in modules_of(found):  # a run on another thread may have replaced parameters
         for name in module._parameters.keys() & module.__dict__.keys():
             del module.__dict__[name]
 
 
 def _leave_to_its_class(module: nn.Module, copied: nn.Module) -> None:
-    """Have a copy find those methods in its class that the module had from its class."""
+    """Delete a copy's patches of methods that the module had from its class."""
     for name, value in list(module.__dict__.items()):
         while isinstance(value, MethodPatch):
             value = value.replaced
@@ -192,7 +191,7 @@ def _leave_to_its_class(module: nn.Module, copied: nn.Module) -> None:
 
 
 class Hook:
-    """Called by modules of an offloaded model. Copies of the model have `nothing` in its place."""
+    """Hook on modules of an offloaded model. Copies of the model have `nothing` instead."""
 
     def __init__(self, run: Callable[..., None]) -> None:
         self._run = run
@@ -207,13 +206,12 @@ class Hook:
         return same, (nothing,)
 
 
-class Walking(Generic[T]):
-    """What stands in for `named_modules`, `named_children` and `apply`, by which others walk
-    through a model and change it (`modules()` and `parameters()` call the first): `store`s what
-    they changed as they go.
+class WalkPatch(Generic[T]):
+    """Replacement for `named_modules`, `named_children` and `apply` that stores changes on the way.
 
-    `own` tells what of a module may have been changed. That is stored when the walk has come to
-    what is another module's.
+    Code that changes a whole model iterates with these methods (`modules()` and `parameters()` call
+    the first). `own` returns the keys or tensors of a module that may have changed; they are passed
+    to `store` once the iteration has reached those of another module.
     """
 
     def __init__(self, own: Callable[[nn.Module], set[T]], store: Callable[[set[T]], None]) -> None:
@@ -253,12 +251,12 @@ class Walking(Generic[T]):
 
     def _end(self, changed: set[T]) -> None:
         if changed:
-            with suppress(ClosedError):  # weights stay what they are; a run says so
+            with suppress(ClosedError):  # the weights are unchanged; the next run raises
                 self._store(changed)
 
 
-def walking(offloaded: OffloadedModel) -> Walking[str]:
-    """Stores groups of an offloaded model as somebody walks through it."""
+def walk_patch(offloaded: OffloadedModel) -> WalkPatch[str]:
+    """Return a `WalkPatch` that rewrites groups of an offloaded model during an iteration."""
     weights = offloaded.weights
 
     def own(module: nn.Module) -> set[str]:
@@ -266,15 +264,15 @@ def walking(offloaded: OffloadedModel) -> Walking[str]:
 
     def store(keys: set[str]) -> None:
         if weights.current.context is None:
-            weights.renew_edited(keys)
+            weights.rewrite_edited(keys)
 
-    return Walking(own, store)
+    return WalkPatch(own, store)
 
 
 class Loading:
-    """Called whenever a module of the model has loaded its part of a state dict: stores what came.
+    """State-dict hook that stores loaded weights after each module has loaded its part.
 
-    What has just come to a group may be followed by more for it; all others are stored.
+    The groups of the last module may receive more weights from the next one; all others are stored.
     """
 
     def __init__(self, offloaded: OffloadedModel) -> None:
@@ -292,14 +290,16 @@ class Loading:
             due = self._pending | own if last else self._pending - own
             self._pending = set() if last else own
         if due:
-            offloaded.weights.renew_edited(due)
+            offloaded.weights.rewrite_edited(due)
 
 
 def save_true_values(
     offloaded: OffloadedModel, module: nn.Module, state: dict[str, Any], prefix: str, _: Any
 ) -> None:
-    """A module of the model has told its state: all of it is on the CPU. Of weights that are in use
-    at this moment it tells what they show while away, which stays true."""
+    """State-dict hook that replaces a module's entries by their true values on the CPU.
+
+    A weight in use is replaced by its host view, which stays valid.
+    """
     residents = {id(tensor) for tensor in offloaded.resident.tensors}
     bound = {id(b.tensor): b for b in offloaded.weights.bindings_of(module, recurse=False)}
     for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
@@ -313,15 +313,18 @@ def save_true_values(
         elif binding is not None:
             state[prefix + name] = binding.value(shown)
         elif id(tensor) in residents:
-            state[prefix + name] = offloaded.resident.told(tensor)
+            state[prefix + name] = offloaded.resident.cpu_copy(tensor)
 
 
 def after_state_dict(module: nn.Module, hook: Hook) -> RemovableHandle:
-    """Have it called before others: they may take tensors away, or rename them."""
+    """Register a hook to run before other state-dict hooks, which may remove or rename entries."""
     handle: RemovableHandle = module.register_state_dict_post_hook(hook)
-    call_first_of_state_dict_hooks(module, handle.id)
+    move_state_dict_hook_first(module, handle.id)
     return handle
 
 
 def nothing(module: nn.Module, *_: Any) -> None:
-    """What a copy of an offloaded model does when it has loaded or told its state."""
+    """Do nothing: the state-dict hook of copies of an offloaded model.
+
+    Pickles of models refer to this function by name.
+    """

@@ -1,13 +1,12 @@
-"""Activation checkpointing whose boundaries go to a store with everything else.
+"""Activation checkpointing whose saved inputs can be offloaded.
 
-`torch.utils.checkpoint` keeps the inputs of a region and computes the rest again in the backward
-pass. The inputs are what is left to keep; but the hooks of `offload_activations` are shown only
-positional tensors. Here all tensors that a call brings along are made positional: those in
-keywords, in lists, tuples and dicts, in the arguments of `functools.partial`, and in the variables
-that a function takes from around it.
+`torch.utils.checkpoint` saves the inputs of a region and recomputes the rest in the backward pass.
+The hooks of `offload_activations` see only positional tensors among these inputs, so all tensors of
+a call are passed as positional ones here: those in keyword arguments, in lists, tuples and dicts,
+in the arguments of `functools.partial`, and in the closure of a function.
 
-The first run is given what the caller gave, and may write to it. Later runs are given containers of
-their own, and caches of keys and values as they were before the first.
+The first run gets the caller's own objects, and may write to them. Recomputation gets separate
+containers, and key-value caches as they were before the first run.
 """
 
 from __future__ import annotations
@@ -31,24 +30,24 @@ T = TypeVar("T")
 
 
 def checkpoint_activations(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call `fn`, keep only what it is given, and compute it again in the backward pass.
+    """Call `fn`, save only its inputs, and recompute the rest in the backward pass.
 
         y = checkpoint_activations(block, x, mask=mask)
 
-    It is `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, with the state of the
-    random generators restored. Inside of `offload_activations`, what is kept goes to the store:
-    tensors among the arguments, in containers, and in the closure of `fn` (or of what
-    `functools.partial` wraps). A tensor that `fn` finds in an object of its own, such as an
-    attribute, stays where it is. What `fn` writes into lists and dicts that it is given, or assigns
-    to a tensor of its closure, it writes once: what the second pass writes is gone after it.
+    Works like `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, including the restored
+    state of the random number generators. Inside `offload_activations`, the saved inputs go to the
+    store: tensors in arguments and containers, and in the closure of `fn` (or of the function that
+    a `functools.partial` wraps). A tensor that `fn` reads from another object, such as an
+    attribute, stays where it is. Writes of `fn` to its list and dict arguments, or to tensor
+    variables of its closure, take effect once: those of the recomputation are discarded.
 
     Args:
-        fn: what to call, such as a module.
-        *args: its arguments.
-        **kwargs: its arguments by name.
+        fn: the function or module to call.
+        *args: positional arguments for `fn`.
+        **kwargs: keyword arguments for `fn`.
 
     Returns:
-        What `fn` returns.
+        The result of `fn`.
     """
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
@@ -57,29 +56,29 @@ def checkpoint_activations(fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwa
 
 
 def checkpointed(fn: Callable[..., Any], given: Arguments, kept: Arguments) -> Any:
-    """Checkpoint `fn`: called with what is `given` first, and with what is `kept` again."""
+    """Checkpoint `fn`: called with `given` first, and with a copy of `kept` for recomputation."""
     tensors = _Tensors()
-    call = _Call(fn, given, tensors, tensors.taken_from(kept))
+    call = _Call(fn, given, tensors, tensors.template_of(kept))
     return torch_checkpoint.checkpoint(call, *tensors.found, use_reentrant=False)
 
 
 class _Index(int):
-    """Where in a list a tensor is."""
+    """Index of a tensor in a list."""
 
 
 class _Tensors:
-    """The tensors of a call, each once."""
+    """The distinct tensors of a call."""
 
     def __init__(self) -> None:
         self.found: list[torch.Tensor] = []
         self._indices: dict[int, _Index] = {}
 
-    def taken_from(self, value: Any) -> _Filled:
-        """What builds `value` anew from its tensors."""
+    def template_of(self, value: Any) -> _Template:
+        """Return a template that rebuilds `value` from its tensors."""
         leaves, structure = tree_flatten(value)
-        return _Filled([self._left(leaf) for leaf in leaves], structure)
+        return _Template([self._replace(leaf) for leaf in leaves], structure)
 
-    def _left(self, leaf: Any) -> Any:
+    def _replace(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return _cache_copied(leaf)
         if id(leaf) not in self._indices:
@@ -89,8 +88,8 @@ class _Tensors:
 
 
 @dataclass(eq=False)
-class _Filled:
-    """A value with indices instead of tensors."""
+class _Template:
+    """A nested value with indices in place of tensors."""
 
     leaves: list[Any]
     structure: Any
@@ -100,7 +99,7 @@ class _Filled:
         return any(isinstance(leaf, _Index) for leaf in self.leaves)
 
     def __call__(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """The value with these tensors."""
+        """Return the value with these tensors."""
         leaves = [
             tensors[leaf] if isinstance(leaf, _Index) else _cache_copied(leaf)
             for leaf in self.leaves
@@ -109,11 +108,11 @@ class _Filled:
 
 
 def _cache_copied(value: Any) -> Any:
-    """A cache with layers, lists and dicts of its own, and the same tensors: new keys and values
-    are joined to the old ones in new memory. Anything else itself.
+    """Return a copy of a cache with copied containers and the same tensors; else the value itself.
 
-    Arguments are held as long as the graph. A cache must not be: it gets tensors from the first
-    run, which hold the graph, and neither would ever go.
+    A model appends to a cache by concatenation into new memory, so the tensors can be shared. The
+    graph holds the arguments. It must not hold the caller's cache: tensors that the first run adds
+    to the cache hold the graph, and the reference cycle would never be freed.
     """
     if not any_answer(Library.is_cache, value):
         return value
@@ -131,10 +130,10 @@ def _cached_copied(value: Any) -> Any:
 
 
 class _Call:
-    """A call that holds nothing of what it is given first, but is given its tensors each time."""
+    """A call that drops its first arguments after use, and rebuilds them from tensors later."""
 
     def __init__(
-        self, fn: Callable[..., Any], given: Arguments, tensors: _Tensors, kept: _Filled
+        self, fn: Callable[..., Any], given: Arguments, tensors: _Tensors, kept: _Template
     ) -> None:
         self._first: tuple[Callable[..., Any], Arguments] | None = (fn, given)
         self._arguments = kept
@@ -150,10 +149,10 @@ Rebuild = Callable[[tuple[torch.Tensor, ...]], Callable[..., Any]]
 
 
 def _rebuilt(fn: Callable[..., Any], tensors: _Tensors) -> Rebuild:
-    """What makes a function that does what `fn` does, from the tensors that `fn` brings along."""
+    """Return a function that rebuilds `fn` from the tensors in its closure and bound arguments."""
     if isinstance(fn, functools.partial):
         inner = _rebuilt(fn.func, tensors)
-        bound = tensors.taken_from((fn.args, fn.keywords))
+        bound = tensors.template_of((fn.args, fn.keywords))
         return lambda given: _partial(inner(given), *bound(given))
     if isinstance(fn, types.FunctionType):
         return _rebuilt_function(fn, tensors)
@@ -165,10 +164,10 @@ def _partial(fn: Callable[..., Any], args: Any, keywords: Any) -> Callable[..., 
 
 
 def _rebuilt_function(fn: types.FunctionType, tensors: _Tensors) -> Rebuild:
-    defaults = tensors.taken_from((fn.__defaults__, fn.__kwdefaults__))
+    defaults = tensors.template_of((fn.__defaults__, fn.__kwdefaults__))
     cells = [_rebuilt_cell(cell, tensors) for cell in fn.__closure__ or ()]
     if not defaults.holds_tensors and all(isinstance(cell, types.CellType) for cell in cells):
-        return lambda given: fn  # as it is
+        return lambda given: fn  # no tensors: use it unchanged
     code, names, name = fn.__code__, fn.__globals__, fn.__name__
 
     def rebuild(given: tuple[torch.Tensor, ...]) -> Callable[..., Any]:
@@ -184,10 +183,10 @@ def _rebuilt_function(fn: types.FunctionType, tensors: _Tensors) -> Rebuild:
     return rebuild
 
 
-def _rebuilt_cell(cell: types.CellType, tensors: _Tensors) -> types.CellType | _Filled:
-    """The cell itself, shared with the function around, unless there are tensors in it."""
+def _rebuilt_cell(cell: types.CellType, tensors: _Tensors) -> types.CellType | _Template:
+    """Return a template of a closure cell that contains tensors, or else the shared cell itself."""
     try:
-        filled = tensors.taken_from(cell.cell_contents)
-    except ValueError:  # nothing is assigned yet
+        filled = tensors.template_of(cell.cell_contents)
+    except ValueError:  # the cell is still empty
         return cell
     return filled if filled.holds_tensors else cell

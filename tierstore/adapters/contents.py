@@ -1,9 +1,8 @@
-"""The modules and tensors in a module, read from its own dictionaries.
+"""Modules and tensors of a module, read from its own dictionaries.
 
-Its methods for this (`parameters()`, `named_modules()`, `state_dict()`) belong to its author, who
-may override them: to return only what is trained, to accept fewer arguments, or to change the
-module with each call, as PEFT's attention does. The functions here see all of a module and change
-none of it.
+A module may override its own methods for this (`parameters()`, `named_modules()`, `state_dict()`):
+to return only trained parameters, to accept fewer arguments, or to change the module with each
+call, as PEFT's attention does. The functions here see all of a module, and do not change it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Defer work while a library loads a model, so that little of it is in memory at once.
+"""Defer work while a library loads a model, to keep little of the model in memory at once.
 
-A `LoadingMode` sees every operation of torch on the thread that loads:
+A `LoadingMode` intercepts every torch operation on the loading thread:
 
-- A cast of a file's bytes is noted, and the tensor stays what it is. Weights are cast later, group
-  by group; whatever is computed from such a tensor meanwhile is computed from its cast.
-- A stack or concatenation of whole weights of files (experts, which a model stacks) is computed
-  when somebody reads it. The result is stored under a name that says what it was made of; at the
-  next start it is found by that name, and what it was made of is never read.
-- Any other large result lies in a file without a name.
+- A cast of a mapped weight is recorded, and the tensor stays unchanged. Weights are cast later,
+  group by group; an operation that reads such a tensor before then uses its cast.
+- A stack or concatenation of whole mapped weights (as for stacked experts) is computed when it is
+  first read. The result is stored under a name derived from its inputs; on the next start it is
+  found by that name, and the inputs are never read.
+- Any other large result is placed in an anonymous file.
 
-What libraries defer by themselves, such as quantising, is `Library.loading`.
+Work that libraries themselves defer, such as quantisation, is in `Library.loading`.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.codecs.wrapper import is_wrapper
 from tierstore.adapters.compat import Deferred, loading
 from tierstore.adapters.contents import tensors_of
-from tierstore.engine.adoption import derivation_of
 from tierstore.engine.groups import Groups
+from tierstore.engine.in_place_groups import derivation_of
 from tierstore.system.maps import AddressSpace
 from tierstore.torch_private import (
     TorchDispatchMode,
-    changes_arguments,
     is_conversion,
     is_view,
     may_share_memory,
+    mutates_arguments,
     tree_map_only,
 )
 
 T = TypeVar("T")
 
-LARGE = 1 << 20
-"""Bytes: smaller tensors that a library makes stay in ordinary memory."""
-LEAST = 64 << 10
-"""Bytes: smaller tensors are joined at once."""
+MIN_FILE_BYTES = 1 << 20
+"""Minimum bytes of a tensor to place it in a file."""
+MIN_DEFERRED_BYTES = 64 << 10
+"""Minimum bytes of a concatenation to defer it."""
 
 _JOINS: dict[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.stack.default: torch.stack,
@@ -55,11 +55,11 @@ _JOINS: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 class _AddressMap(Generic[T]):
-    """Values by the memory of tensors. No two of these overlap."""
+    """Values by tensor memory; ranges do not overlap."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
-        self._values: dict[int, tuple[int, T]] = {}  # by start: where it ends, and the value
+        self._values: dict[int, tuple[int, T]] = {}  # start address: end address, value
 
     def add(self, tensor: torch.Tensor, value: T) -> None:
         start = address_of(tensor)
@@ -67,7 +67,7 @@ class _AddressMap(Generic[T]):
         self._values[start] = start + tensor_bytes(tensor), value
 
     def at(self, tensor: torch.Tensor) -> T | None:
-        """Return the value of the memory in which a tensor begins."""
+        """Return the value of the range in which a tensor begins; None if there is none."""
         if not self._starts:
             return None
         address = address_of(tensor)
@@ -84,29 +84,30 @@ class _AddressMap(Generic[T]):
 
 
 @contextmanager
-def intercepted(file_memory: Callable[[int], memoryview]) -> Iterator[LoadingMode]:
-    """A context in which libraries load as `LoadingMode` says, on the calling thread alone."""
-    with loading() as deferred, LoadingMode(file_memory) as mode:
+def intercepted(allocate_file_memory: Callable[[int], memoryview]) -> Iterator[LoadingMode]:
+    """Intercept model loading on the calling thread only, and yield the `LoadingMode`."""
+    with loading() as deferred, LoadingMode(allocate_file_memory) as mode:
         mode.deferred = deferred
         yield mode
 
 
 class LoadingMode(TorchDispatchMode):
-    """Defers work on the thread on which it is entered: see above.
+    """Defers work on the thread that enters it, as described above.
 
-    `file_memory` makes memory of so many bytes in a file. `deferred` is what libraries defer.
+    `allocate_file_memory(nbytes)` allocates memory in a file. `deferred` is the work that
+    libraries defer.
     """
 
-    def __init__(self, file_memory: Callable[[int], memoryview]) -> None:
+    def __init__(self, allocate_file_memory: Callable[[int], memoryview]) -> None:
         super().__init__()
         self.deferred: list[Deferred] = []
-        self._file_memory = file_memory
+        self._file_memory = allocate_file_memory
         self._space: AddressSpace | None = None
         self._casts = _AddressMap[torch.dtype]()
-        self.concats = DeferredConcat(file_memory, self._dtype_of)
+        self.concats = DeferredConcat(allocate_file_memory, self._dtype_of)
 
     def pending(self, model: nn.Module) -> dict[int, torch.dtype]:
-        """The dtypes that parameters and buffers (by id) are to be cast to."""
+        """Return the dtypes that parameters and buffers (by id) are still to be cast to."""
         tensors = tensors_of(model)
         found = {id(tensor): self._dtype_of(tensor) for tensor in tensors}
         return {number: dtype for number, dtype in found.items() if dtype is not None}
@@ -114,8 +115,10 @@ class LoadingMode(TorchDispatchMode):
     def finish(
         self, groups: Groups, models: Sequence[nn.Module], target: int
     ) -> dict[int, torch.dtype]:
-        """Do what was deferred for these models, for up to `target` bytes of weights at a time, but
-        for casts. Returns the dtypes that tensors (by id) are to be cast to."""
+        """Do the deferred work for these models, with up to `target` bytes of weights at a time.
+
+        Casts are left to the caller. Returns the dtypes to cast tensors (by id) to.
+        """
         self.concats.finish(groups, models)
         casts = {number: dtype for each in models for number, dtype in self.pending(each).items()}
         for deferred in self.deferred:
@@ -133,7 +136,7 @@ class LoadingMode(TorchDispatchMode):
         if is_view(function):
             return function(*args, **kwargs)
         self.concats.fill_for(function, args, kwargs)
-        if may_share_memory(function):  # changed in place
+        if may_share_memory(function):  # an operation in place
             return function(*args, **kwargs)
         args, kwargs = tree_map_only(torch.Tensor, self._cast, (args, kwargs))
         return tree_map_only(torch.Tensor, self._in_file_if_large, function(*args, **kwargs))
@@ -145,7 +148,7 @@ class LoadingMode(TorchDispatchMode):
         device: torch.device | None = None,
         **options: Any,
     ) -> bool:
-        """Note an operation if it only casts a file's bytes. Returns whether it does."""
+        """Record an operation if it only casts a mapped tensor. Return whether it was recorded."""
         if dtype is None or not dtype.is_floating_point or not tensor.is_floating_point():
             return False
         if (device is not None and torch.device(device).type != "cpu") or not _is_plain(tensor):
@@ -153,7 +156,7 @@ class LoadingMode(TorchDispatchMode):
         if not tensor.is_contiguous() or any(options.get(n) for n in ("pin_memory", "layout")):
             return False
         if (before := self._dtype_of(tensor)) is not None:
-            return before is dtype  # it is asked again, as it does not look like that yet
+            return before is dtype  # requested again, as the tensor's dtype has not changed yet
         if not self._is_in_file(tensor):
             return False
         self._casts.add(tensor, dtype)
@@ -167,7 +170,7 @@ class LoadingMode(TorchDispatchMode):
         return self._space.extent_at(*where) is not None
 
     def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype | None:
-        """Return the dtype that a tensor is to be cast to; None if it has it."""
+        """Return the dtype that a tensor is still to be cast to; None if there is none."""
         dtype = self._casts.at(tensor) if _is_plain(tensor) else None
         return None if dtype is tensor.dtype else dtype
 
@@ -176,9 +179,9 @@ class LoadingMode(TorchDispatchMode):
         return tensor if dtype is None else tensor.to(dtype)
 
     def _in_file_if_large(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that was just made, in a file if it is large."""
+        """Return a new tensor, moved into a file if it is large."""
         nbytes = tensor_bytes(tensor) if _is_plain(tensor) else 0
-        if nbytes < LARGE or span(tensor) != nbytes:
+        if nbytes < MIN_FILE_BYTES or span(tensor) != nbytes:
             return tensor
         memory = torch.frombuffer(self._file_memory(nbytes), dtype=torch.uint8)
         return memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride()).copy_(tensor)
@@ -195,10 +198,10 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 @dataclass(eq=False)
 class _Concat:
-    """A tensor whose bytes are not there until `parts` were joined into it.
+    """A concatenation whose bytes are missing until `parts` are joined into `result`.
 
-    `parts` come with the dtype that each is to be cast to, or None. The `derivation` names what all
-    of it is made of. `memory` is that of `result`, for as long as anybody looks at it.
+    Each part has the dtype to cast it to, or None. `derivation` identifies the inputs. `memory` is
+    a weak reference to the memory of `result`, which lives as long as any view of it.
     """
 
     result: torch.Tensor
@@ -210,25 +213,25 @@ class _Concat:
 
 
 class DeferredConcat:
-    """The concatenations that were deferred while a model was loaded.
+    """The concatenations deferred while a model is loaded.
 
-    `file_memory` makes memory of so many bytes in a file; `dtype_of` returns the dtype that a part
-    is still to be cast to, or None.
+    `allocate_file_memory(nbytes)` allocates memory in a file; `dtype_of` returns the dtype that a
+    part is still to be cast to, or None.
     """
 
     def __init__(
         self,
-        file_memory: Callable[[int], memoryview],
+        allocate_file_memory: Callable[[int], memoryview],
         dtype_of: Callable[[torch.Tensor], torch.dtype | None],
     ) -> None:
-        self._file_memory = file_memory
+        self._file_memory = allocate_file_memory
         self._dtype_of = dtype_of
         self._concats = _AddressMap[_Concat]()
 
     def join(
         self, function: Any, tensors: Any = (), dim: int = 0, *_: Any, **options: Any
     ) -> torch.Tensor | None:
-        """Return the future result of an operation that joins whole weights of files. Else None."""
+        """Defer an operation that joins whole mapped weights and return its result; else None."""
         join = _JOINS.get(function)
         if (
             join is None
@@ -243,7 +246,10 @@ class DeferredConcat:
         shape = join([torch.empty_like(t, device="meta") for t in tensors], dim).shape
         dtype = dtypes.pop()
         nbytes = shape.numel() * dtype.itemsize
-        if nbytes < LEAST or (derivation := self._derivation(parts, f"{function} {dim}")) is None:
+        if (
+            nbytes < MIN_DEFERRED_BYTES
+            or (derivation := self._derivation(parts, f"{function} {dim}")) is None
+        ):
             return None
         memory = self._file_memory(nbytes)
         result = torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -269,13 +275,13 @@ class DeferredConcat:
         return derivation_of(of_files, casts, f"{made} {inner}")
 
     def fill_for(self, function: Any, args: Any, kwargs: Any) -> None:
-        """Have the bytes be there that an operation looks at."""
-        if changes_arguments(function):
+        """Fill in the concatenations that an operation reads or changes."""
+        if mutates_arguments(function):
             tree_map_only(torch.Tensor, self.change, args[:1])
         tree_map_only(torch.Tensor, self.fill, (args, kwargs))
 
     def fill(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, with its bytes."""
+        """Return the tensor, after filling in its bytes."""
         joined = self._concats.at(tensor)
         if joined is not None:
             self._fill(joined)
@@ -288,7 +294,7 @@ class DeferredConcat:
             joined.parts = []
 
     def change(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor is going to be changed: it is what it was made of no more."""
+        """Return the tensor, filled in and dropped from the deferred ones: it will be changed."""
         joined = self._concats.at(tensor)
         if joined is not None:
             self._fill(joined)
@@ -296,18 +302,20 @@ class DeferredConcat:
         return tensor
 
     def finish(self, groups: Groups, models: Sequence[nn.Module]) -> None:
-        """Have the weights of these models be in files of the store. Whatever else was joined, and
-        that somebody still looks at, is there afterwards."""
+        """Put the concatenated weights of these models into files of the store.
+
+        Other concatenations are filled in if any view of them still exists.
+        """
         tensors = [t for model in models for t in tensors_of(model)]
         for tensor in dict((id(t), t) for t in tensors).values():
             joined = self._concats.at(tensor) if tensor.device.type == "cpu" else None
             if joined is not None and _is_all_of(tensor, joined):
-                found = groups.made_before(joined.derivation)
+                found = groups.get_derived(joined.derivation)
                 if found is None:
                     self._fill(joined)
-                    found = groups.keep_made(joined.derivation, {"": joined.result})
+                    found = groups.put_derived(joined.derivation, {"": joined.result})
                 assign(tensor, found[""].view(tensor.shape))
-        for start, joined in self._concats.newest_first():  # parts were joined before
+        for start, joined in self._concats.newest_first():  # before its own parts
             shape, dtype = joined.result.shape, joined.result.dtype
             del joined.result
             memory = joined.memory()
@@ -320,7 +328,7 @@ class DeferredConcat:
 
 
 def _is_all_of(tensor: torch.Tensor, joined: _Concat) -> bool:
-    """Tell whether a tensor is a joined one, and not a part of it."""
+    """Return whether a tensor is a whole concatenation, not a part of one."""
     result = joined.result
     return (
         address_of(tensor) == address_of(result)

@@ -1,7 +1,7 @@
-"""Tensors of a model that stay on the device for as long as the model is offloaded.
+"""Tensors of a model that stay on the device while the model is offloaded.
 
-They are small, or their place is there: then they are in a group of the store that is leased. Or no
-codec knows their kind: then they lie outside of the store, and its budget is smaller by as much.
+Small tensors, and tensors that a device map places there, are in groups of the store that stay
+leased. Tensors of a kind that no codec knows stay outside the store, and reduce its budget.
 """
 
 from __future__ import annotations
@@ -29,30 +29,33 @@ logger = logging.getLogger("tierstore.adapters")
 
 
 def is_resident(key: str) -> bool:
-    """Whether a group of a store is one of tensors that stay on the device."""
+    """Return whether a key names a group of tensors that stay on the device."""
     return key.endswith("/resident")
 
 
 @dataclass(eq=False)
 class DeviceShare:
-    """A model's part of the fastest tier: leases, and bytes `outside` of the store.
+    """A model's share of the fastest tier: leases, and bytes `outside` the store.
 
-    It does not keep the model alive, whose end it outlives.
+    Holds no reference to the model, and outlives it.
     """
 
     leases: list[Lease] = field(default_factory=list)
     outside: int = 0
 
-    def give_back_soon(self, store: TierStore | None) -> None:
-        """The model is gone, and maybe the store. For finalizers, which may run anywhere."""
+    def release_soon(self, store: TierStore | None) -> None:
+        """Release the share after the model, and possibly the store, were freed.
+
+        Safe in finalizers, which may run at any point.
+        """
         for lease in self.leases:
             lease.abandon()
         if store is not None and self.outside:
-            engine_of(store).device_memory.count_inside_again_soon(self.outside)
+            engine_of(store).device_memory.release_outside_bytes_later(self.outside)
 
 
 class DeviceResident:
-    """Tensors on the device of a store, and where they were before. `share` is what they take."""
+    """Tensors moved to a store's device, with their original devices. `share` is their memory."""
 
     def __init__(self, store: TierStore) -> None:
         self._store = store
@@ -60,40 +63,42 @@ class DeviceResident:
         self._before: list[tuple[weakref.ref[torch.Tensor], torch.device]] = []
         self._wrapped: list[WrappedTensor] = []
         self._swapped: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._told: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
+        self._cpu_copies: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """Those that show the store's memory."""
-        return [tensor for tensor, _ in self._places()]
+        """The tensors that show the store's memory."""
+        return [tensor for tensor, _ in self._live()]
 
-    def _places(self) -> list[tuple[torch.Tensor, torch.device]]:
-        """Those that are not gone, and where they were."""
+    def _live(self) -> list[tuple[torch.Tensor, torch.device]]:
+        """Return the tensors that still exist, with their original devices."""
         found = [(reference(), device) for reference, device in self._before]
         return [(tensor, device) for tensor, device in found if tensor is not None]
 
-    def told(self, tensor: torch.Tensor) -> torch.Tensor:
-        """One of them on the CPU, for a state dict. Whoever writes to that writes to the model, as
-        in any state dict, once `take_told` is called."""
-        self._take_told(id(tensor))
+    def cpu_copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a CPU copy of a tensor for a state dict.
+
+        Writes to a state dict must reach the model: `apply_copy_writes` applies them to the tensor.
+        """
+        self._apply_copy_write(id(tensor))
         copied = tensor.detach().to("cpu", copy=True)
-        self._told[id(tensor)] = tensor, copied, version_of(tensor)
+        self._cpu_copies[id(tensor)] = tensor, copied, version_of(tensor)
         return copied
 
-    def take_told(self) -> None:
-        """Before they are used: let them have what was written to what was told of them."""
-        for number in list(self._told):
-            self._take_told(number)
+    def apply_copy_writes(self) -> None:
+        """Apply writes to CPU copies to their tensors, before the tensors are used."""
+        for number in list(self._cpu_copies):
+            self._apply_copy_write(number)
 
     @torch.no_grad()
-    def _take_told(self, number: int) -> None:
-        if number in self._told:
-            tensor, told, version = self._told.pop(number)
-            # If it was written to itself, that came later.
-            if version_of(tensor) == version and not torch.equal(tensor.detach().cpu(), told):
-                tensor.detach().copy_(told)
+    def _apply_copy_write(self, number: int) -> None:
+        if number in self._cpu_copies:
+            tensor, cpu_copy, version = self._cpu_copies.pop(number)
+            # If the tensor itself was written to, that write is newer.
+            if version_of(tensor) == version and not torch.equal(tensor.detach().cpu(), cpu_copy):
+                tensor.detach().copy_(cpu_copy)
 
-    def take(
+    def place(
         self,
         prefix: str,
         tensors: Mapping[str, torch.Tensor],
@@ -101,16 +106,16 @@ class DeviceResident:
         groups: dict[str, list[str]],
         trained: Collection[torch.Tensor] = (),
     ) -> None:
-        """Bring tensors to the device, in groups of up to `target` bytes.
+        """Move tensors to the device, in groups of up to `target` bytes.
 
-        They are added to `groups`, the names of the tensors in each. Their keys begin with `prefix`
-        and end with `/resident`. Where the device is the CPU, all of them are there already, and
-        the store's budget is smaller by the bytes of those that are `trained`.
+        The groups are added to `groups`, with keys that begin with `prefix` and end with
+        `/resident`. If the device is the CPU, no tensor is moved, and the store's budget is reduced
+        by the bytes of the `trained` ones.
 
-        Raises BudgetError if those that lie outside of the store leave no room in the budget.
+        Raises BudgetError if the tensors outside the store exceed the budget.
         """
         leaves = {name: leaves_of(tensor) for name, tensor in tensors.items()}
-        self._keep_outside(prefix, {n: t for n, t in tensors.items() if not leaves[n]})
+        self._place_outside(prefix, {n: t for n, t in tensors.items() if not leaves[n]})
         if self._store.device.type == "cpu":
             self._count_outside(weight_bytes(t for t in trained if leaves_of(t)))
             return
@@ -121,16 +126,16 @@ class DeviceResident:
         for number, names in enumerate(portions):
             key = f"{prefix}/{number}/resident" if number else f"{prefix}/resident"
             groups[key] = names
-            self._take(key, {name: held[name] for name in names})
+            self._place_group(key, {name: held[name] for name in names})
         for wrapped in wrapped_tensors(tensors.values()):
-            wrapped.show(self)
+            wrapped.bind(self)
             self._wrapped.append(wrapped)
 
-    def _take(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    def _place_group(self, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         engine = engine_of(self._store)
         if engine.is_connected:
-            # They pass through the service's memory: there may be none of our own. What changes is
-            # the copy on the device, which nobody else has for as long as it is leased.
+            # Register them with the service, as this process may have no host memory. Changes are
+            # made to the copy on the device, which is exclusive while it is leased.
             engine.groups.register(key, tensors)
             lease = engine.leases.acquire_permanently(key, Access.READ)
         else:
@@ -141,15 +146,15 @@ class DeviceResident:
             self._before.append((weakref.ref(tensor), tensor.device))
             _assign_with_gradient(tensor, over(lease.tensors[name]))
 
-    def _keep_outside(self, prefix: str, unknown: Mapping[str, torch.Tensor]) -> None:
-        """Of these, no store can hold any."""
+    def _place_outside(self, prefix: str, unknown: Mapping[str, torch.Tensor]) -> None:
+        """Place tensors of unknown kinds on the device, outside the store."""
         if not unknown:
             return
         nbytes = weight_bytes(unknown.values())
         kinds = sorted({type(tensor).__name__ for tensor in unknown.values()})
         logger.warning(
-            "%s: %d tensors (%s) of %s bytes are of a kind that no store takes: they stay on "
-            "%s, and the budget there is smaller by as much",
+            "%s: %d tensors (%s) of %s bytes are of a kind that a store cannot hold: they stay on "
+            "%s, and count against its budget",
             prefix,
             len(unknown),
             ", ".join(kinds),
@@ -163,7 +168,7 @@ class DeviceResident:
 
     def _count_outside(self, nbytes: int) -> None:
         if nbytes:
-            engine_of(self._store).device_memory.count_outside(nbytes)
+            engine_of(self._store).device_memory.adjust_outside_bytes(nbytes)
             self.share.outside += nbytes
 
     def _swap(self, tensor: torch.Tensor) -> None:
@@ -173,25 +178,25 @@ class DeviceResident:
         exchange(tensor, moved)
         self._swapped.append((tensor, moved))
 
-    def give_back(self) -> None:
-        """Let them be where they were before, with the values that they have now."""
-        self.take_told()
+    def release(self) -> None:
+        """Move the tensors back to their original devices, with their current values."""
+        self.apply_copy_writes()
         while self._swapped:
             exchange(*self._swapped.pop())
         while self._wrapped:
-            self._wrapped.pop().put_back(self)
-        for tensor, device in self._places():
+            self._wrapped.pop().unbind(self)
+        for tensor, device in self._live():
             _assign_with_gradient(tensor, tensor.detach().to(device, copy=True))
         self._before.clear()
         while self.share.leases:
             self.share.leases.pop().release()
         outside, self.share.outside = self.share.outside, 0
         if outside:
-            engine_of(self._store).device_memory.count_outside(-outside)
+            engine_of(self._store).device_memory.adjust_outside_bytes(-outside)
 
 
 def _assign_with_gradient(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Let a tensor show other memory, and its gradient, if it has one, be on the same device."""
+    """Point a tensor at other memory, and move its gradient, if any, to the same device."""
     gradient = tensor.grad if tensor.requires_grad and tensor.is_leaf else None
     if gradient is not None:
         tensor.grad = None

@@ -1,9 +1,9 @@
-"""Any PyTorch model through a store, its weights inside the module: accelerate's dispatch, again.
+"""Dispatch any PyTorch model to a store, with the interface of accelerate's big model inference.
 
-The names and meanings are those of accelerate's big model inference. There, a weight that is away
-is a meta tensor, and each module has a fixed place. Here it is a CPU tensor of its true value that
-costs no memory, whatever a user does with the module finds it, and the store decides by its budgets
-what stays where. What accelerate's pull request 2214 set out to do.
+In accelerate, an offloaded weight is a meta tensor and each module has a fixed place. Here an
+offloaded weight is a CPU tensor that holds its true value and takes no memory, so any code that
+reads the module works, and the store's budgets decide what stays where. This is the goal of
+accelerate's pull request 2214.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tierstore.adapters.offloaded import OffloadedModel
 from tierstore.adapters.owners import forget, offloading_of
 from tierstore.adapters.settings import (
     ANYWHERE,
-    IN_RAM,
     ON_DEVICE,
+    STICKY,
     OffloadSettings,
     check_arguments,
     place_of,
@@ -44,18 +44,18 @@ ModuleType = TypeVar("ModuleType", bound=nn.Module)
 DeviceMap = str | Mapping[str, Any] | None
 
 AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
-"""Accelerate's ways to compute a map. With one device and hard budgets they all mean the same."""
+"""Accelerate's strategies for a device map: equivalent with one device and hard budgets."""
 
-_IN_THE_STORE = "the store's disk_dir, TierStore(ram_budget, disk_dir)"
+_DISK_DIR = "the store's disk_dir, TierStore(ram_budget, disk_dir)"
 _REPLACED = {
-    "offload_dir": _IN_THE_STORE,
-    "offload_folder": _IN_THE_STORE,
-    "offload_index": "the store, which uses checkpoints where they lie",
+    "offload_dir": _DISK_DIR,
+    "offload_folder": _DISK_DIR,
+    "offload_index": "the store, which reads checkpoints in place",
     "state_dict": "the weights in the model: load them into it first",
     "max_memory": "the store's budgets, TierStore(ram_budget, disk_dir, device_budget=...)",
     "offload_state_dict": "the store, which never has all weights in memory",
 }
-_HARMLESS = (
+_IGNORED = (
     "offload_buffers",
     "force_hooks",
     "no_split_module_classes",
@@ -76,45 +76,47 @@ def dispatch_model(
     preload_module_classes: Collection[str] | None = None,
     **replaced: Any,
 ) -> ModuleType:
-    """Run a model with its weights in `store`.
+    """Offload a model to `store` and run it as before.
 
         dispatch_model(model, store)
         output = model.generate(**inputs)
 
-    Names and meanings are those of accelerate's `dispatch_model`. Parameter objects stay the same.
-    A weight is on the store's device while its module runs; otherwise it is a CPU tensor of its
-    true value that takes no memory: a map of the file that has it. Weights that still are a
-    checkpoint's own bytes are read from there; others are written to the store once. Inputs come to
-    the device by themselves, and what the model returns goes to where its inputs came from. Changes
-    of weights, and new ones, are noticed when the model runs next. A model that is dispatched
-    already is dispatched anew; a part of it may be dispatched by itself, to another store too.
+    Takes the arguments of accelerate's `dispatch_model`. Parameter objects are never replaced: a
+    weight is on the store's device while its module runs, and otherwise a CPU tensor with the true
+    value that is mapped from a file and takes no memory. A weight that is still backed by its
+    checkpoint file is read from that file; any other weight is written to the store once. Inputs
+    are moved to the device, and outputs to the device that the inputs came from. Changed and added
+    weights are detected on the next run. Dispatching a model again applies the new settings. A part
+    of a model can be dispatched separately, even to another store.
 
     Args:
-        model: any module on the CPU, with values.
-        store: where the weights go.
-        device_map: None or `"auto"`: the store decides by its budgets what stays where. Or a dict
-            of module names (`""` for the whole model; the longest name counts) to: the
-            store's device (an index, `"cuda:0"`, a torch.device): stays there for good, within
-            the device budget; `"cpu"`: stays in RAM, given up last; `"disk"`: wherever the store
-            finds it best.
-        main_device: the store's device, if given at all.
-        skip_keys: names of keyword arguments, and of values that the model returns, which are not
-            moved between devices: caches that the model changes in place.
-        preload_module_classes: names of classes that use weights of the modules in them without
-            calling those: all of theirs come when they run.
-        **replaced: accelerate's other arguments, which have no effect or are refused.
+        model: any module on the CPU, without meta tensors.
+        store: the store that holds the weights.
+        device_map: None or `"auto"` lets the budgets decide what stays where. Otherwise a dict from
+            module names (`""` is the whole model; the longest matching name applies) to one of:
+            the store's device (an index, `"cuda:0"` or a torch.device), where the weights stay
+            permanently, within the device budget; `"cpu"`, to evict the weights from RAM last;
+            `"disk"`, to let the store choose.
+        main_device: must be the store's device if given.
+        skip_keys: names of keyword arguments and of returned values that are not moved between
+            devices, such as caches that the model updates in place.
+        preload_module_classes: names of classes that use the weights of their submodules without
+            calling them: all weights inside are loaded before such a module runs.
+        **replaced: accelerate's other arguments; they are ignored or raise TypeError.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the map does not fit, a weight is on meta, or the model is offloaded already.
-        TypeError: an argument that the store replaces, such as `max_memory`; no module.
+        ValueError: the map does not match the model, a weight is on the meta device, or the model
+            is already offloaded.
+        TypeError: `model` is not a module, or an argument is one that the store replaces, such as
+            `max_memory`.
         BudgetError: a weight is larger than a budget.
-        TransferError: weights have to be written, and cannot be (DiskFullError: the disk is full).
-            Whatever is raised, the model is as it was.
+        TransferError: weights cannot be written (DiskFullError if the disk is full). After any
+            error, the model is unchanged.
     """
-    check_arguments("dispatch_model", replaced, _REPLACED, _HARMLESS)
+    check_arguments("dispatch_model", replaced, _REPLACED, _IGNORED)
     _check(model, store, main_device)
     _check_no_meta(model)
     settings = OffloadSettings(
@@ -141,7 +143,7 @@ def dispatch_model(
 
 def _dispatch(model: nn.Module, store: TierStore, settings: OffloadSettings) -> None:
     prefix = f"{type(model).__name__}-dispatched-{next(_numbers)}"
-    OffloadedModel(model, store, prefix, settings)  # which the model keeps
+    OffloadedModel(model, store, prefix, settings)  # the model keeps it alive
 
 
 def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of accelerate
@@ -157,43 +159,44 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
     preload_module_classes: Collection[str] | None = None,
     **replaced: Any,
 ) -> ModuleType:
-    """Give a model, usually on the meta device, a checkpoint's weights, and dispatch it.
+    """Load a checkpoint into a model, usually on the meta device, and dispatch the model.
 
-    Nothing is read, and nothing is written: the weights become maps of the checkpoint's files, and
-    the store reads them there when they are used. What was on the meta device takes the dtype that
-    it has in the checkpoint; what was not keeps its own. Weights that have to be cast for that, or
-    to `dtype`, are cast group by group, and written to the store once.
+    No weight is read or written here: weights become mapped views of the checkpoint's files, and
+    the store reads those files when the weights are used. A weight on the meta device takes the
+    checkpoint's dtype; any other weight keeps its own. Weights that need a cast for that, or to
+    `dtype`, are cast one group at a time and written to the store once.
 
     Args:
-        model: made under `accelerate.init_empty_weights()`, `torch.device("meta")`, or neither.
-        checkpoint: a safetensors file, a directory with one or with shards, an index file, or a
-            URL of one of these in an object store (`s3://`, `gs://`, `az://`, `https://`). What
-            lies there is fetched to the store's directory, once: `disk_budget` must have room.
-        store: where the weights go.
+        model: a module built under `accelerate.init_empty_weights()` or `torch.device("meta")`, or
+            an ordinary one.
+        checkpoint: a safetensors file, a directory with one or with shards, an index file, or the
+            URL of one of these in an object store (`s3://`, `gs://`, `az://`, `https://`). Remote
+            files are fetched to the store's directory once and count against `disk_budget`.
+        store: the store that holds the weights.
         device_map: as for `dispatch_model`.
-        main_device: the store's device, if given at all.
-        dtype: what floating-point weights are cast to, if anything.
-        strict: whether names in the checkpoint that the model lacks are an error. Names that the
-            checkpoint lacks always are.
-        skip_keys: names of values that are not moved between devices.
-        preload_module_classes: names of classes whose weights all come when they run.
-        **replaced: accelerate's other arguments, which have no effect or are refused.
+        main_device: must be the store's device if given.
+        dtype: the dtype to cast floating-point weights to; None for no cast.
+        strict: raise if the checkpoint has tensors that the model does not. Tensors missing from
+            the checkpoint are always an error.
+        skip_keys: as for `dispatch_model`.
+        preload_module_classes: as for `dispatch_model`.
+        **replaced: accelerate's other arguments; they are ignored or raise TypeError.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: names or shapes do not fit; what `dispatch_model` raises.
+        ValueError: names or shapes do not match, or `dispatch_model` raises it.
         TransferError: a file cannot be used (InvalidHeaderError, StaleCheckpointError).
-        BudgetError: a weight is larger than a budget. Whatever is raised, what was on the meta
-            device is there again; other weights may have the checkpoint's values.
+        BudgetError: a weight is larger than a budget. After any error, weights that were on the
+            meta device are there again; other weights may have the checkpoint's values.
     """
-    check_arguments("load_checkpoint_and_dispatch", replaced, _REPLACED, _HARMLESS)
+    check_arguments("load_checkpoint_and_dispatch", replaced, _REPLACED, _IGNORED)
     _check(model, store, main_device)
     resolve_device_map(model, store, device_map)
     if offloading_of(model) is not None:
         raise ValueError(
-            f"{type(model).__name__} is offloaded already: call disable_offload of it first, "
+            f"{type(model).__name__} is already offloaded: call disable_offload(model) first, "
             "or load other weights into it with load_state_dict()"
         )
     meta = [(each, each.detach()) for each in _state(model) if each.device.type == "meta"]
@@ -231,14 +234,16 @@ def cpu_offload(
     preload_module_classes: Collection[str] | None = None,
     **replaced: Any,
 ) -> ModuleType:
-    """The same model, dispatched so that weights stay in RAM between uses as far as that goes.
+    """Dispatch a model and keep its weights in RAM between uses, as far as the budget allows.
+
+    Returns the same model, and raises the errors of `dispatch_model`.
 
     Args:
-        model: as for `dispatch_model`, which says what is raised, too.
-        store: where the weights go.
-        execution_device: the store's device, if given at all.
+        model: as for `dispatch_model`.
+        store: the store that holds the weights.
+        execution_device: must be the store's device if given.
         preload_module_classes: as for `dispatch_model`.
-        **replaced: accelerate's other arguments, which have no effect or are refused.
+        **replaced: accelerate's other arguments; they are ignored or raise TypeError.
     """
     return _dispatch_to("cpu", model, store, execution_device, preload_module_classes, replaced)
 
@@ -251,14 +256,16 @@ def disk_offload(
     preload_module_classes: Collection[str] | None = None,
     **replaced: Any,
 ) -> ModuleType:
-    """The same model, dispatched with all weights on disk; budgets say what stays above it.
+    """Dispatch a model with its weights on disk; the budgets decide what is cached in faster tiers.
+
+    Returns the same model, and raises the errors of `dispatch_model`.
 
     Args:
-        model: as for `dispatch_model`, which says what is raised, too.
-        store: where the weights go.
-        execution_device: the store's device, if given at all.
+        model: as for `dispatch_model`.
+        store: the store that holds the weights.
+        execution_device: must be the store's device if given.
         preload_module_classes: as for `dispatch_model`.
-        **replaced: accelerate's other arguments, which have no effect or are refused.
+        **replaced: accelerate's other arguments; they are ignored or raise TypeError.
     """
     return _dispatch_to("disk", model, store, execution_device, preload_module_classes, replaced)
 
@@ -271,16 +278,16 @@ def _dispatch_to(
     preload_module_classes: Collection[str] | None,
     replaced: Mapping[str, Any],
 ) -> ModuleType:
-    check_arguments(f"{place}_offload", replaced, _REPLACED, _HARMLESS)
+    check_arguments(f"{place}_offload", replaced, _REPLACED, _IGNORED)
     _check(model, store, device, "execution_device")
     return dispatch_model(model, store, {"": place}, preload_module_classes=preload_module_classes)
 
 
-# Where things go -------------------------------------------------------------------------------
+# Device maps -----------------------------------------------------------------------------------
 
 
 def resolve_device_map(model: nn.Module, store: TierStore, device_map: DeviceMap) -> dict[str, str]:
-    """The place of each named module. Raises ValueError if the map cannot be meant."""
+    """Return the place of each named module. Raises ValueError if the map is invalid."""
     if device_map is None or (isinstance(device_map, str) and device_map in AUTOMATIC):
         return {"": ANYWHERE}
     if not isinstance(device_map, Mapping):
@@ -300,14 +307,14 @@ def resolve_device_map(model: nn.Module, store: TierStore, device_map: DeviceMap
     bare = [name for name, _ in named_parameters_of(model) if place_of(places, name) is None]
     if bare:
         raise ValueError(
-            f"device_map says nothing of {len(bare)} parameters, such as {bare[:3]}: name their "
-            "modules too, or '' for all the rest"
+            f"device_map does not cover {len(bare)} parameters, such as {bare[:3]}: name their "
+            "modules too, or use '' for the rest"
         )
     return places
 
 
 def _place(place: Any, store: TierStore) -> str:
-    if place in (IN_RAM, ANYWHERE):
+    if place in (STICKY, ANYWHERE):
         return str(place)
     try:
         device = _device(place)
@@ -320,11 +327,11 @@ def _place(place: Any, store: TierStore) -> str:
             f"device_map has {place!r}, but the store serves {store.device}: one store "
             "serves one device"
         )
-    return IN_RAM if device.type == "cpu" else ON_DEVICE
+    return STICKY if device.type == "cpu" else ON_DEVICE
 
 
-def _is_of(store: TierStore, device: Any) -> bool:
-    """Whether a device is the store's; one that is not there is not."""
+def _is_device_of(store: TierStore, device: Any) -> bool:
+    """Return whether a device is the store's; False if the device does not exist."""
     try:
         return _device(device) == store.device
     except DeviceError:
@@ -333,7 +340,7 @@ def _is_of(store: TierStore, device: Any) -> bool:
 
 def _device(place: Any) -> torch.device:
     if place is None:
-        raise TypeError("None is no device")
+        raise TypeError("None is not a device")
     if isinstance(place, int) and not isinstance(place, bool):
         kind = torch.accelerator.current_accelerator()
         return torch.device("cpu" if kind is None else kind.type, place)
@@ -346,13 +353,13 @@ def _device(place: Any) -> torch.device:
 def _check(model: Any, store: Any, device: Any, name: str = "main_device") -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"a {type(model).__name__} cannot be dispatched: pass a torch module (for a pipeline "
-            "of diffusers there is enable_group_offload)"
+            f"a {type(model).__name__} cannot be dispatched: pass a torch module (for a diffusers "
+            "pipeline, use enable_group_offload)"
         )
     check_store(store)
-    if device is not None and not _is_of(store, device):
+    if device is not None and not _is_device_of(store, device):
         raise ValueError(
-            f"{name}={device!r}, but the store serves {store.device}: make the store with "
+            f"{name}={device!r}, but the store serves {store.device}: create the store with "
             f"TierStore(..., device={str(device)!r})"
         )
 
@@ -362,11 +369,11 @@ def _check_no_meta(model: nn.Module) -> None:
     empty = [name for name, tensor in named if tensor.device.type == "meta"]
     if empty:
         raise ValueError(
-            f"{len(empty)} weights of {type(model).__name__} have no values yet (they are on the "
-            f"meta device), such as {empty[:3]}: use load_checkpoint_and_dispatch"
+            f"{len(empty)} weights of {type(model).__name__} are on the meta device and have no "
+            f"values, such as {empty[:3]}: use load_checkpoint_and_dispatch"
         )
 
 
 def _state(model: nn.Module) -> list[torch.Tensor]:
-    """Its parameters and persistent buffers: what a checkpoint holds."""
+    """Return the parameters and persistent buffers, which are what a checkpoint holds."""
     return list({id(tensor): tensor for _, tensor in named_weights_of(model)}.values())

@@ -1,4 +1,4 @@
-"""A layer on the device for as long as its weights are edited there."""
+"""Edit the weights of an offloaded module on the device."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ _numbers = itertools.count()
 
 @contextmanager
 def edit_weights(module: nn.Module) -> Iterator[nn.Module]:
-    """Have the weights of `module` on the device for a while, to change them in any way.
+    """Bring the weights of `module` to the device for the `with` block, to edit them there.
 
         with edit_weights(model.layers[5].up_proj) as layer:
             layer.weight.data += up @ down  # merges a LoRA
 
-    They are copies within the budget of the store; what they are at the end reaches the tier that
-    they came from. The model may run inside, too. Nothing happens to a module that is not
-    offloaded. It nests: on the same thread, an inner one uses what an outer one has brought, and
-    what is changed reaches its tier when the outermost ends. The idea is PEFT's `onload_layer`.
+    Any kind of change is allowed. The weights are copies that count against the device budget;
+    changes are written back to the store on exit. The model can run inside the block. A module that
+    is not offloaded is yielded as it is. Blocks nest on one thread: an inner block uses the weights
+    that the outer one has loaded, and changes are written back when the outermost block exits. The
+    design follows PEFT's `onload_layer`.
 
     Args:
-        module: a module that is offloaded, or a part of one.
+        module: an offloaded module, or a part of one.
 
     Yields:
-        The module.
+        The same module.
 
     Raises:
-        LeaseError: the module is running at this moment, or is edited on another thread.
-        BudgetError: it does not fit.
+        LeaseError: the module is running, or another thread is editing it.
+        BudgetError: the weights do not fit into the device budget.
     """
     owners = {owner for part in modules_of(module) if (owner := owner_of(part)) is not None}
     with ExitStack() as stack:
         for owner in owners:
-            bindings = [b for b in owner.weights.bindings_of(module) if not _is_here(b)]
+            bindings = [b for b in owner.weights.bindings_of(module) if not _is_edited_here(b)]
             if bindings:
                 stack.enter_context(_edited(owner.weights, bindings))
         yield module
@@ -54,14 +55,14 @@ def edit_weights(module: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass(eq=False)
 class _Edit:
-    """The use of weights that lasts as long as the outermost `edit_weights` of a thread."""
+    """Binds the weights of the outermost `edit_weights` block of a thread."""
 
     thread: int = field(default_factory=threading.get_ident)
 
 
 @contextmanager
 def _edited(groups: WeightGroups, bindings: list[ParameterBinding]) -> Iterator[None]:
-    store, lock, use = groups.store, groups.lock, _Edit()
+    store, lock, edit = groups.store, groups.lock, _Edit()
     key = f"{groups.prefix}/edited-{next(_numbers)}"
     with lock:
         _check_idle(bindings)
@@ -73,42 +74,42 @@ def _edited(groups: WeightGroups, bindings: list[ParameterBinding]) -> Iterator[
             try:
                 with lock:
                     _check_idle(bindings)
-                    bind_all(bindings, use, lease.tensors)
+                    bind_all(bindings, edit, lease.tensors)
                     for each in wrapped:
-                        each.show(use)
+                        each.bind(edit)
                 yield
             finally:
-                changed = [b for b in bindings if b.user is use and not _is_unchanged(b)]
+                changed = [b for b in bindings if b.user is edit and not _is_unchanged(b)]
                 copies = [b.tensor.detach().to("cpu", copy=True) for b in changed]
                 with lock:
                     for each in wrapped:
-                        each.put_back(use)
+                        each.unbind(edit)
                     for b in bindings:
-                        b.leave(use)
+                        b.unbind(edit)
                     for b, copy in zip(changed, copies, strict=True):
-                        b.give(copy)
+                        b.replace_value(copy)
     finally:
         store.discard(key)
-    # What an inner one changed in the same groups had to wait for this.
-    groups.renew_edited({b.key for b in bindings})
+    # Also writes the changes of inner blocks to the same groups, which could not be written before.
+    groups.rewrite_edited({b.key for b in bindings})
 
 
 def _check_idle(bindings: list[ParameterBinding]) -> None:
     if any(binding.user is not None for binding in bindings):
         raise LeaseError(
-            "these weights are in use: the module runs, or another thread edits them; edit "
-            "them before or after that"
+            "these weights are in use: the module is running, or another thread is editing them; "
+            "edit them before or after that"
         )
 
 
-def _is_here(binding: ParameterBinding) -> bool:
-    """Whether this thread edits a tensor already."""
+def _is_edited_here(binding: ParameterBinding) -> bool:
+    """Return whether this thread is already editing a tensor."""
     user = binding.user
     return isinstance(user, _Edit) and user.thread == threading.get_ident()
 
 
 def _is_unchanged(binding: ParameterBinding) -> bool:
-    """Whether a tensor has the value of its host view, bit for bit."""
+    """Return whether a tensor is bit-equal to its host view."""
     shown, host_view = binding.tensor.detach(), binding.host_view
     if shown.dtype is not host_view.dtype or shown.shape != host_view.shape:
         return False

@@ -1,8 +1,8 @@
-"""Whether the budgets have room for the groups of a model, and which units wait for each operation.
+"""Check that a model's groups fit the budgets, and choose the units to lease on demand.
 
-A unit's weights are leased when its module is called, if there is room for all of them beside those
-of the modules around it, and in it. If there is not, or if nothing calls the module, they are
-leased as operations are given them: see `tierstore.adapters.touched`.
+A unit's weights are leased when its module is called, if they fit together with those of the
+enclosing and inner modules. If they do not fit, or if the module is never called, each operation
+leases the weights that it uses: see `tierstore.adapters.on_demand`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tierstore.adapters.codecs import weight_bytes
 from tierstore.adapters.codecs.memory import unique_bytes
 from tierstore.adapters.contents import modules_of, named_children_of, parameters_of
 from tierstore.adapters.device_resident import is_resident
-from tierstore.adapters.grouping import ATOMIC, Cutting, GroupPlan, Unit, is_compiled
+from tierstore.adapters.grouping import ATOMIC, GroupPlan, Partitioner, Unit, is_compiled
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.errors import BudgetError
 from tierstore.model.formatting import first_of
@@ -29,14 +29,13 @@ logger = logging.getLogger("tierstore.adapters")
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: a `ParameterList` cannot, nor can a bare container."""
+    """Return whether a module can be called: a `ParameterList` or a bare container cannot."""
     unimplemented = getattr(type(module), "forward", None) is nn.Module.forward
     return not unimplemented or "forward" in vars(module)
 
 
-def uses_of(unit: Unit) -> list[Unit]:
-    """The modules that are called for a unit's weights, each as a unit: itself, or what is in it
-    if it has no forward."""
+def called_units(unit: Unit) -> list[Unit]:
+    """Return the units to patch for a unit: itself, or the parts of a module without a forward."""
     if not unit.whole or has_forward(unit.module):
         return [unit]
     own, parts = dict(unit.tensors), []
@@ -45,14 +44,14 @@ def uses_of(unit: Unit) -> list[Unit]:
         tensors = {n: t for n, t in own.items() if n.startswith(f"{full_name}.")}
         if tensors:
             own = {n: t for n, t in own.items() if n not in tensors}
-            parts += uses_of(replace(unit, name=full_name, module=child, tensors=tensors))
+            parts += called_units(replace(unit, name=full_name, module=child, tensors=tensors))
     return [replace(unit, tensors=own, whole=False), *parts] if own else parts
 
 
 def check_groups(
-    store: TierStore, cutting: Cutting, plans: Iterable[GroupPlan], units: Iterable[Unit]
+    store: TierStore, partitioner: Partitioner, plans: Iterable[GroupPlan], units: Iterable[Unit]
 ) -> None:
-    """Raise BudgetError if a group of these units has no room on a tier in memory."""
+    """Raise BudgetError if a group of these units is larger than the budget of a memory tier."""
     sliced = {id(tensor) for unit in units for tensor in unit.stacks.values()}
     moved = [plan for plan in plans if sliced.isdisjoint(map(id, plan.tensors.values()))]
     largest = max(moved, key=_nbytes, default=None)
@@ -60,18 +59,20 @@ def check_groups(
         if tier.persistent or budget is None or largest is None:
             continue
         if (needed := _nbytes(largest)) > budget:
-            at_once = _AtOnce(largest.name, list(largest.tensors), needed)
-            raise _error(store, cutting, at_once, tier)
+            at_once = _Requirement(largest.name, list(largest.tensors), needed)
+            raise _error(store, partitioner, at_once, tier)
 
 
 def _nbytes(plan: GroupPlan) -> int:
     return unique_bytes(plan.tensors.values())
 
 
-def touched_units(weights: WeightGroups, cutting: Cutting, units: list[Unit]) -> set[Unit]:
-    """The units whose weights are not leased when their modules are called.
+def on_demand_units(
+    weights: WeightGroups, partitioner: Partitioner, units: list[Unit]
+) -> set[Unit]:
+    """Return the units whose weights are leased on demand, not when their modules are called.
 
-    Raises BudgetError if what has to be on the fastest tier at once has no room there.
+    Raises BudgetError if weights needed at once exceed the budget of the fastest tier.
     """
     store = weights.store
     tier = Tier.HOST if store.device.type == "cpu" else Tier.DEVICE
@@ -79,7 +80,7 @@ def touched_units(weights: WeightGroups, cutting: Cutting, units: list[Unit]) ->
     sizes = {group.key: group.nbytes for group in store.snapshot().groups}
     staying = sum(nbytes for key, nbytes in sizes.items() if is_resident(key))
     beside = staying if tier is Tier.DEVICE else 0
-    inside: dict[str, int] = {}  # bytes that modules in a module need at once, by its name
+    inside: dict[str, int] = {}  # bytes needed at once inside a module, by the module's name
     found: set[Unit] = set()
     for unit in reversed(units):
         keys = weights.keys_of(unit)
@@ -94,8 +95,8 @@ def touched_units(weights: WeightGroups, cutting: Cutting, units: list[Unit]) ->
             needed = max(within, sizes[largest])
         if budget is not None and needed + beside > budget:
             names = weights.groups[largest] if unit in found else list(unit.tensors)
-            raise _error(store, cutting, _AtOnce(largest, names, needed), tier, beside)
-        for outer in _around(unit.name):
+            raise _error(store, partitioner, _Requirement(largest, names, needed), tier, beside)
+        for outer in _enclosing_names(unit.name):
             inside[outer] = max(inside.get(outer, 0), needed)
     return found
 
@@ -105,30 +106,30 @@ def _is_called(unit: Unit) -> bool:
 
 
 def _is_atomic(unit: Unit) -> bool:
-    """Whether one operation, or what was compiled, uses all the weights of a module in it."""
+    """Return whether one operation, or compiled code, uses all weights of a part of the unit."""
     atomic = any(isinstance(part, ATOMIC) or is_compiled(part) for part in modules_of(unit.module))
     return unit.routed or (unit.whole and atomic)
 
 
 def nearest_with_forward(name: str, modules: Mapping[str, nn.Module]) -> nn.Module:
-    """A module by its name, or the nearest one around it that can be called; else the model.
+    """Return the module of that name, or the nearest enclosing one that can be called.
 
-    A module that has several names may be among `modules` by another one.
+    Falls back to the model itself. A module with several names may be listed under another one.
     """
     while name and not (name in modules and has_forward(modules[name])):
         name = name.rpartition(".")[0]
     return modules[name]
 
 
-def _around(name: str) -> Iterable[str]:
-    """The names of the modules around one."""
+def _enclosing_names(name: str) -> Iterable[str]:
+    """Yield the names of the enclosing modules, the innermost first."""
     while name:
         name = name.rpartition(".")[0]
         yield name
 
 
-class _AtOnce(NamedTuple):
-    """Weights that have to be on a tier at once, and the group to name for them."""
+class _Requirement(NamedTuple):
+    """Weights needed on a tier at once, and the group to name in an error."""
 
     key: str
     names: list[str]
@@ -136,7 +137,7 @@ class _AtOnce(NamedTuple):
 
 
 def _error(
-    store: TierStore, cutting: Cutting, needed: _AtOnce, tier: Tier, beside: int = 0
+    store: TierStore, partitioner: Partitioner, needed: _Requirement, tier: Tier, beside: int = 0
 ) -> BudgetError:
     reporting = engine_of(store).reporting
     budget = reporting.weight_budgets()[tier] or 0
@@ -144,25 +145,25 @@ def _error(
     advice = (
         f"{first_of(needed.names)} {'are needed at once' if several else 'is one weight'}; raise "
         f"{reporting.budget_name(tier)} to at least {needed.nbytes + beside:,} bytes ("
-        + (f"{beside:,} are in use there for good; " if beside else "")
+        + (f"{beside:,} are in permanent use there; " if beside else "")
         + f"{3 * needed.nbytes + beside:,} for prefetch)"
     )
-    if several and (cutting.block_limit is None or cutting.block_limit > budget):
-        advice += ", or cut the model finer with offload_type='leaf_level'"
+    if several and (partitioner.block_limit is None or partitioner.block_limit > budget):
+        advice += ", or use smaller groups with offload_type='leaf_level'"
     return BudgetError(needed.key, tier.name, needed.nbytes, budget, advice)
 
 
 def warn_of_compiled_parts(root: nn.Module, units: Iterable[Unit]) -> None:
-    """Log which modules are compiled by themselves, and larger than what may come at once."""
+    """Log a warning if a compiled module is too large to be leased as a whole."""
     whole = {unit.module for unit in units if unit.block}
     whole = {part for module in whole for part in modules_of(module)}
     cut = [module for module in modules_of(root) if module not in whole and is_compiled(module)]
     if cut:
         nbytes = max(weight_bytes(parameters_of(module)) for module in cut)
         logger.warning(
-            "%s: a %s that is compiled takes %s bytes, more than half of the smallest budget. Its "
-            "parts come one by one, and break its graph (with fullgraph=True, torch raises); with "
-            "a budget of %s bytes they would not",
+            "%s: a compiled %s takes %s bytes, more than half of the smallest budget. Its parts "
+            "are leased one by one, which breaks its graph (with fullgraph=True, torch raises). A "
+            "budget of %s bytes avoids this",
             type(root).__name__,
             type(cut[0]).__name__,
             f"{nbytes:,}",

@@ -1,12 +1,12 @@
-"""Call methods of a module within a context: in inference and in training alike.
+"""Patch methods of a module to run within a context, for inference and training.
 
-A *unit* is a module with the weights that its forward needs. A `ForwardContext` goes around one
-call of it: `begin` leases the weights before the forward; `finish` after it, or `end` if it raised,
-releases them. The backward pass leases again what it needs (see `tierstore.adapters.saved`), and a
-forward that is computed again has a context of its own.
+A *unit* is a module with the weights that its forward needs. A `ForwardContext` encloses one call
+of it: `begin` leases the weights before the forward; `finish` releases them after it, or `end` if
+it raised. The backward pass leases the weights that it needs again (see
+`tierstore.adapters.saved`), and a recomputed forward has its own context.
 
-A `MethodPatch` is an attribute of the one module object. A deep copy or a pickle of the module is
-an ordinary module: it gets its ordinary method back.
+A `MethodPatch` is an attribute of one module object. A deep copy or a pickle of the module is an
+ordinary module with its original method.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.nested import tensors_in
-from tierstore.adapters.saved import refuse_backward
+from tierstore.adapters.saved import raise_on_backward
 from tierstore.torch_private import CALL, COMPILED_CALL
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -32,14 +32,14 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class MethodPatch:
     """Replaces the method `name` of one module from `install` until `remove`.
 
-    A call of it is a call of `run`, with the patch itself, the arguments, and those by name. It is
-    found in the module's own dictionary, as any method that is patched on one module.
+    Calling it calls `run` with the patch itself, the arguments and the keyword arguments. Like any
+    method patched on one object, it is stored in the module's own dictionary.
     """
 
     superseded = False
-    """Whether it stays only until another one takes its place."""
+    """True if the patch stays only until a new one is installed in its place."""
     successor: MethodPatch | None = None
-    """The one in front of what others put in front of this one. It runs the same."""
+    """The patch with the same `run` that wraps a foreign patch around this one."""
 
     def __init__(
         self, module: nn.Module, name: str, run: Callable[[MethodPatch, Any, Any], Any]
@@ -59,18 +59,21 @@ class MethodPatch:
                 setattr(self, attribute, getattr(original, attribute))
 
     def install(self) -> None:
-        """Replace the method. Note the patch before: an interrupt may follow at once."""
-        # A module's `__setattr__` may refuse it, or give it to another module.
+        """Replace the method. Register the patch first: an interrupt may follow at once."""
+        # A module's `__setattr__` may reject the attribute, or set it on another module.
         self.module.__dict__[self.name] = self
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The method as plain Python would find it now: what the patch replaced in the module's
-        dictionary, or the method of the class that the module has, as that class has it."""
+        """The method that Python would find without this patch.
+
+        Either the entry of the module's dictionary that the patch replaced, or the method of the
+        module's current class.
+        """
         if self.replaced is not None:
             replaced: Callable[..., Any] = self.replaced
             return replaced
-        # torch.compile traces this comparison, but no walk through the bases of a class.
+        # torch.compile can trace this comparison, but not a walk through the bases of a class.
         if getattr(type(self.module), self.name, None) is not self._of_class:
             self._look_up()
         method: Callable[..., Any] = self._method
@@ -81,7 +84,7 @@ class MethodPatch:
         self._method = method_of_class(self.module, self.name)
 
     @property
-    def ordinary(self) -> Callable[..., Any]:
+    def unpatched(self) -> Callable[..., Any]:
         """The method without any patch."""
         found = self.original
         while isinstance(found, MethodPatch):
@@ -90,13 +93,16 @@ class MethodPatch:
 
     @property
     def inactive(self) -> bool:
-        """Whether it does nothing any more, or will be removed when others have its place."""
+        """True if the patch has been removed or is superseded."""
         return self.superseded or self.run is None
 
     @property
     def displaced(self) -> bool:
-        """Whether calls may pass it by: the method was patched again, or a patch was taken back
-        with it; or whether the module has another class since."""
+        """True if calls may bypass the patch.
+
+        The method was patched again, a foreign patch was removed together with this one, or the
+        module's class has changed.
+        """
         if type(self.module) is not self.kind:
             return True
         found = self.module.__dict__.get(self.name)
@@ -106,14 +112,16 @@ class MethodPatch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self.run
-        # What is exported is the ordinary model, with its weights as they are.
+        # An export contains the ordinary model, with its weights as they are.
         if run is None or torch.compiler.is_exporting() or self._is_compiled():
             return self.original(*args, **kwargs)
         return run(self, args, kwargs)
 
     def _is_compiled(self) -> bool:
-        """Whether the module is being compiled by itself: the patch of the compiled call does all
-        that is to be done, outside of what is compiled."""
+        """Return whether the module itself is being compiled.
+
+        The patch of the compiled call then does all the work, outside the compiled code.
+        """
         if not torch.compiler.is_dynamo_compiling() or self.name == COMPILED_CALL:
             return False
         entry = getattr(self.module, COMPILED_CALL)
@@ -125,18 +133,18 @@ class MethodPatch:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The method: `inspect.signature` reads its arguments there."""
+        """The original method, whose arguments `inspect.signature` reads."""
         return self.original
 
     @property
     def __code__(self) -> types.CodeType:
-        """That of the method: torch.export looks where it is."""
+        """The code object of the original method, which torch.export reads."""
         original: Any = self.original
         code: types.CodeType = original.__code__
         return code
 
     def remove(self) -> None:
-        """Give the module its own method back; where others wrapped this one, only pass through."""
+        """Restore the module's method. A patch that others have wrapped only passes calls on."""
         self.run = None
         attributes = self.module.__dict__
         if attributes.get(self.name) is not self:
@@ -157,11 +165,11 @@ class MethodPatch:
     def __reduce__(self) -> tuple[Any, ...]:
         if self.replaced is not None:
             return same, (self.replaced,)
-        return getattr, (self.module, self.name)  # of a module whose attributes come later
+        return getattr, (self.module, self.name)  # unpickled before the module's attributes
 
 
 def method_of_class(owner: Any, name: str) -> Callable[..., Any]:
-    """Return the method `name` of a module, say, as if its own dictionary did not have it."""
+    """Return the method `name` of an object as if its own dictionary did not have it."""
     kind = type(owner)
     found: Any = next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), None)
     if found is None:
@@ -173,15 +181,17 @@ def method_of_class(owner: Any, name: str) -> Callable[..., Any]:
 
 
 def same(value: Any) -> Any:
-    """Return the value itself, for pickles, or the model that a `CopiedAs` stands for in a shallow
-    copy."""
+    """Return the value itself, or a shallow copy of the model for a `CopiedAs`.
+
+    Pickles of models refer to this function by name.
+    """
     return value.shallow() if type(value) is CopiedAs else value
 
 
 class CopiedAs:
-    """Stands for a model in what copies of it are made of, as its `__reduce_ex__` tells.
+    """Placeholder for a model in the state that its `__reduce_ex__` returns.
 
-    A deep copy has what `copied` makes in its place, given the copy's memo; a pickle, `pickled`.
+    A deep copy is made by `copied`, given the copy's memo; a pickle contains `pickled()`.
     """
 
     def __init__(self, copied: Callable[[dict[int, Any]], Any], pickled: Callable[[], Any]) -> None:
@@ -195,49 +205,51 @@ class CopiedAs:
         return same, (self._pickled(),)
 
     def shallow(self) -> Any:
-        """Return a copy that shares the weights, as a pickle would have them."""
+        """Return a copy that shares the weights, as for a pickle."""
         return self._pickled()
 
 
 def has_method(module: nn.Module, name: str) -> bool:
-    """Whether a module has such a method. A part of it may have that name, too."""
+    """Return whether a module has a method `name`; a submodule of that name does not count."""
     return name not in module._modules and callable(getattr(module, name, None))
 
 
-def calls_of(module: nn.Module) -> tuple[str, str]:
-    """The methods by which a module is called, compiled or not: what its weights have to be there
-    for. A `forward` that is a property cannot be patched; what calls it can."""
+def entry_methods(module: nn.Module) -> tuple[str, str]:
+    """Return the methods to patch so that every call of a module is seen, compiled or not.
+
+    A `forward` that is a property cannot be patched; `__call__` is patched instead.
+    """
     forward = inspect.getattr_static(type(module), "forward", None)
     return CALL if hasattr(type(forward), "__set__") else "forward", COMPILED_CALL
 
 
 class ForwardContext(Protocol):
-    """Goes around one call of a method: of a unit, or of a whole model."""
+    """Context around one call of a method: of a unit, or of a whole model."""
 
     def begin(self) -> bool:
-        """Begin before the call. False if the method is to be looked up again.
+        """Enter the context. Return False if the caller must look the method up again.
 
-        In any case, and also if it raises, `finish` or `end` has to be called.
+        The caller must call `finish` or `end` in any case, even if this raises.
         """
 
     def finish(self, result: Any, given: Arguments) -> Any:
-        """End after the call, and return the result as others may have it."""
+        """Leave the context after the call, and return the result to hand to the caller."""
 
     def end(self) -> None:
-        """End, whatever happened before. It is called again if it was interrupted."""
+        """Leave the context in any state. Called again if it was interrupted."""
 
 
 @dataclass(eq=False)
 class ForwardRunner:
-    """Runs a patched method within a context, which `use` makes for each call.
+    """Runs a patched method within a context, which `make_context` creates for each call.
 
-    `look` is called first, and may install another patch in this one's place. `use` may return
-    None: then nothing goes around this call. `before` changes the arguments, `after` the result,
-    given the arguments as they came. `call` is given the method and its arguments, to call it.
+    `refresh` is called first, and may install another patch in this one's place. If `make_context`
+    returns None, the call has no context. `before` maps the arguments; `after` maps the result,
+    given the original arguments. `call`, if given, calls the method with its arguments.
     """
 
-    use: Callable[[], ForwardContext | None]
-    look: Callable[[], None] | None = None
+    make_context: Callable[[], ForwardContext | None]
+    refresh: Callable[[], None] | None = None
     _: KW_ONLY
     before: Callable[[Any, Any], Arguments] | None = None
     after: Callable[[Any, Any, Any], Any] | None = None
@@ -245,25 +257,25 @@ class ForwardRunner:
 
     def __call__(self, method: MethodPatch, args: Any, kwargs: Any) -> Any:  # noqa: C901 - no call more for each unit
         given = args, kwargs
-        if self.look is not None:
-            self.look()
-            if method.run is not self and not self._goes_on(method):
-                # The model was partitioned again, and has other patches now.
+        if self.refresh is not None:
+            self.refresh()
+            if method.run is not self and not self._has_active_successor(method):
+                # The model was repartitioned, and has other patches now.
                 return getattr(method.module, method.name)(*args, **kwargs)
         if self.before is not None:
             args, kwargs = self.before(args, kwargs)
-        use = self.use()
-        if use is None:
+        context = self.make_context()
+        if context is None:
             result = method.original(*args, **kwargs)
         else:
             try:
-                begun = use.begin()
+                begun = context.begin()
                 if begun:
                     call, original = self.call, method.original
                     result = call(original, args, kwargs) if call else original(*args, **kwargs)
-                    result = use.finish(result, given)
+                    result = context.finish(result, given)
             except BaseException:
-                _end(use)
+                _end(context)
                 raise
             if not begun:
                 return getattr(method.module, method.name)(*given[0], **given[1])
@@ -274,40 +286,45 @@ class ForwardRunner:
     def _steps(
         self, method: MethodPatch, generator: Generator[Any, Any, Any], given: Arguments
     ) -> Generator[Any, Any, Any]:
-        """Run a generator that the method returned, each of its steps within a context of its own:
-        anything may happen between two steps."""
+        """Run a generator that the method returned, with a separate context for each step.
+
+        Between two steps, anything may happen to the model.
+        """
         step: Callable[[Any], Any] = generator.send
         value: Any = None
         try:
             while True:
                 run = functools.partial(_step, step, value)
-                begun, (over, result) = run_within(self.use(), run, (), {}, given)
+                begun, (done, result) = run_within(self.make_context(), run, (), {}, given)
                 if not begun:
                     raise RuntimeError(
-                        f"{type(method.module).__name__} was built differently, or made an "
-                        f"ordinary model, while a generator that its {method.name} returned was "
-                        "not at its end: call it anew"
+                        f"{type(method.module).__name__} was changed, or is no longer offloaded, "
+                        f"but a generator returned by its {method.name} has not finished: call "
+                        f"{method.name} again"
                     )
-                if over:
+                if done:
                     return result
                 step, value = generator.send, None
                 try:
                     value = yield result if self.after is None else self.after(result, *given)
                 except GeneratorExit:
                     raise
-                except BaseException as error:  # whoever iterates threw it
+                except BaseException as error:  # the consumer threw it into the generator
                     step, value = generator.throw, error
         finally:
             generator.close()
 
-    def _goes_on(self, method: MethodPatch) -> bool:
-        """Whether a call came by what was put in front of a patch since: to begin again would call
-        that twice. The next one meets the successor first."""
+    def _has_active_successor(self, method: MethodPatch) -> bool:
+        """Return whether the call came through a foreign patch around this one.
+
+        Looking the method up again would then run the foreign patch twice. The next call reaches
+        the successor first.
+        """
         return method.successor is not None and method.successor.run is self
 
 
 def _step(step: Callable[[Any], Any], value: Any) -> tuple[bool, Any]:
-    """Resume a generator. Returns whether it is over, and what it returned or yields."""
+    """Resume a generator. Return whether it has finished, and the value returned or yielded."""
     try:
         return False, step(value)
     except StopIteration as stop:
@@ -315,40 +332,40 @@ def _step(step: Callable[[Any], Any], value: Any) -> tuple[bool, Any]:
 
 
 def run_within(
-    use: ForwardContext | None,
+    context: ForwardContext | None,
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     given: Arguments | None = None,
 ) -> tuple[bool, Any]:
-    """Call a function within a context: (whether that has begun, what it returned)."""
-    if use is None:
+    """Call a function within a context. Return whether the context began, and the result."""
+    if context is None:
         return True, function(*args, **kwargs)
     try:
-        if not use.begin():
-            _end(use)
+        if not context.begin():
+            _end(context)
             return False, (False, None)
-        return True, use.finish(function(*args, **kwargs), given or (args, kwargs))
+        return True, context.finish(function(*args, **kwargs), given or (args, kwargs))
     except BaseException:
-        _end(use)
+        _end(context)
         raise
 
 
-def _end(use: ForwardContext) -> None:
+def _end(context: ForwardContext) -> None:
     try:
-        use.end()
-    except BaseException:  # an interrupt in the middle of putting back: do it again
-        use.end()
+        context.end()
+    except BaseException:  # interrupted while unbinding: do it again
+        context.end()
         raise
 
 
-def refuse_to_go_back(tensors: Iterable[torch.Tensor], given: Arguments) -> None:
-    """Have a backward pass through a module raise, after its forward: its weights are away.
+def forbid_backward(tensors: Iterable[torch.Tensor], given: Arguments) -> None:
+    """Make a backward pass through a module's results raise: its weights have been released.
 
-    `tensors` are those of the result. Those that the module was given, and passed on, are left
-    alone.
+    `tensors` are the tensors of the result. Arguments that the module returned unchanged are
+    skipped.
     """
     passed_on = {id(tensor.grad_fn) for tensor in tensors_in(list(given))}
     for tensor in tensors:
         if tensor.grad_fn is not None and id(tensor.grad_fn) not in passed_on:
-            tensor.grad_fn.register_prehook(refuse_backward)
+            tensor.grad_fn.register_prehook(raise_on_backward)

@@ -1,7 +1,7 @@
-"""Group offloading for diffusers pipelines and any single model, through a store.
+"""Group offloading of diffusers pipelines and single models through a store.
 
-The idea of group offloading, and the names of its arguments, are those of diffusers'
-`enable_group_offload`. What diffusers has flags for (streams, pinning, a directory), the store has.
+Group offloading and the argument names follow diffusers' `enable_group_offload`. Streams, pinning
+and the directory, which diffusers configures with flags, are the store's.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from tierstore.adapters.owners import (
     offloading_of,
     remove_handle,
 )
-from tierstore.adapters.pipelines import follow_methods, models_in
+from tierstore.adapters.pipelines import models_in, patch_methods
 from tierstore.adapters.settings import OffloadSettings, check_arguments
 from tierstore.engine.settings import resolve_device
 from tierstore.model.formatting import count
 from tierstore.model.outline import OFFLOAD_TYPES
 from tierstore.model.sizes import parse_size
-from tierstore.observe.report import Shown, shown_by
+from tierstore.observe.report import Description, display_methods
 from tierstore.observe.stats import Stats
 from tierstore.store import TierStore, check_store, engine_of
 
@@ -42,33 +42,33 @@ _REPLACED = {
     "offload_to_disk_path": "the store's disk_dir: TierStore(ram_budget, disk_dir)",
     "offload_device": "the store, which decides between RAM and disk by its budgets",
 }
-_HARMLESS = ("use_stream", "record_stream", "low_cpu_mem_usage", "non_blocking")
+_IGNORED = ("use_stream", "record_stream", "low_cpu_mem_usage", "non_blocking")
 
 _numbers = itertools.count()
 
 Target = TypeVar("Target")
 
 
-def _look(handle: OffloadHandle) -> Shown:
-    if "_enabled" not in vars(handle):  # it may be asked for while a handle is made
-        return Shown("OffloadHandle, not made yet")
+def _describe(handle: OffloadHandle) -> Description:
+    if "_enabled" not in vars(handle):  # a debugger may print the handle during __init__
+        return Description("OffloadHandle, not initialized yet")
     target, parts = handle._target(), len(handle._parts)
     groups = sum(len(model.groups) for model in handle._models())
-    what = "what is gone" if target is None else type(target).__name__
+    what = "a deleted target" if target is None else type(target).__name__
     state = "enabled" if handle.enabled else "not enabled"
     if parts:
         state += f", {count(parts, 'model')} in {count(groups, 'group')}"
-    store = engine_of(handle.store).reporting.look()
-    return Shown(f"OffloadHandle of {what}, {state}; {store.title}", store.stats)
+    store = engine_of(handle.store).reporting.overview()
+    return Description(f"OffloadHandle of {what}, {state}; {store.title}", store.stats)
 
 
 class OffloadHandle:
-    """An offloaded pipeline or model. `enable_group_offload` makes it.
+    """An offloaded pipeline or model, as returned by `enable_group_offload`.
 
-    As a context manager, it calls `disable_offload` at its end.
+    Use it as a context manager to call `disable_offload` on exit.
 
     Attributes:
-        store: where the weights are.
+        store: the store that holds the weights.
     """
 
     def __init__(self, target: Any, store: TierStore, settings: OffloadSettings) -> None:
@@ -82,7 +82,7 @@ class OffloadHandle:
 
     @property
     def enabled(self) -> bool:
-        """Whether weights are offloaded now."""
+        """True if all models of the target are offloaded now."""
         if not self._enabled or self._suspensions:
             return False
         found = [offloading_of(module) for module in self._modules()]
@@ -90,35 +90,36 @@ class OffloadHandle:
 
     @property
     def groups(self) -> dict[str, list[str]]:
-        """The keys of the groups, and the names of the tensors in each.
+        """Tensor names in each group, by group key.
 
-        Those of a component that pipelines share are with the first of them.
+        The groups of a component shared by several pipelines are listed only by the first
+        pipeline's handle.
         """
         own = [m for m in self._models() if next(iter(handles_with(m)), self) is self]
         return {key: names for model in own for key, names in model.groups.items()}
 
     def stats(self) -> Stats:
-        """The numbers of the store so far."""
+        """Return the store's statistics so far."""
         return self.store.stats()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """A context manager, inside of which the weights are ordinary CPU tensors.
+        """Suspend offloading within a `with` block: the weights are ordinary CPU tensors there.
 
-        They may be changed, replaced or added to. Afterwards they are offloaded again: what changed
-        is stored anew, the rest is not.
+        Inside the block, weights and modules may be changed, replaced or added. On exit the model
+        is offloaded again, and only changed weights are written.
 
             with handle.suspended():
                 model.head = nn.Linear(256, 10)
 
         Raises:
-            TierStoreError: at its end, what `enable_group_offload` raises.
+            TierStoreError: on exit, for the same reasons as in `enable_group_offload`.
         """
         with ExitStack() as stack:
             for model in self._models():
                 stack.enter_context(model.suspended())
             self._suspensions += 1
-            stack.callback(self._end_suspension)  # first: what was replaced need not come back
+            stack.callback(self._end_suspension)  # runs first: replaced models stay unoffloaded
             yield
 
     def __enter__(self) -> OffloadHandle:
@@ -127,10 +128,10 @@ class OffloadHandle:
     def __exit__(self, *error: object) -> None:
         self._disable()
 
-    __repr__, __rich__, _repr_html_ = shown_by(_look)
+    __repr__, __rich__, _repr_html_ = display_methods(_describe)
 
     def _modules(self) -> list[nn.Module]:
-        """Return the modules that it offloads, as far as they are not gone."""
+        """Return the offloaded modules that still exist."""
         return [module for part in list(self._parts) if (module := part()) is not None]
 
     def _models(self) -> list[OffloadedModel]:
@@ -152,24 +153,26 @@ class OffloadHandle:
             self._enable()
 
     def _enable(self) -> None:
-        """Offload the components that the target has now. If that fails, it has those of before."""
+        """Offload the target's current components. On failure the previous ones stay offloaded."""
         target = self._target()
         if target is None:
-            return  # what is left of its components see to themselves
-        chosen, staying = _chosen(target, self._settings)
+            return  # remaining components manage their own offloading
+        chosen, staying = _select_models(target, self._settings)
         before, models = self._models(), []
-        # Another each time: a component of that name may be there still, for other pipelines.
+        # Unique: other pipelines may still hold a component of the same name.
         prefix = f"{type(target).__name__}-{next(_numbers)}"
         try:
             for name, module in chosen.items():
-                model = _shared(module, self.store) or OffloadedModel(
+                model = _reusable(module, self.store) or OffloadedModel(
                     module, self.store, f"{prefix}/{name}" if name else prefix, self._settings
                 )
                 models.append(model)
                 model.resume()
             for name, module in staying.items():
                 if name not in self._settings.exclude_modules:
-                    logger.warning("%s cannot be offloaded in groups: it stays on the device", name)
+                    logger.warning(
+                        "%s does not support group offloading: it stays on the device", name
+                    )
                 module.to(self.store.device)
         except BaseException:
             _end_unused(models)
@@ -179,13 +182,13 @@ class OffloadHandle:
         add_handle(target, self, self._parts)
         _end_unused(before)
         if not isinstance(target, nn.Module):
-            follow_methods(type(target))
+            patch_methods(type(target))
 
 
-def _shared(module: nn.Module, store: TierStore) -> OffloadedModel | None:
-    """Return what offloads a model to a store for other pipelines, or for an earlier call.
+def _reusable(module: nn.Module, store: TierStore) -> OffloadedModel | None:
+    """Return a model's existing offloading to `store`, from another pipeline or an earlier call.
 
-    What did so for pipelines that are gone ends, and what is suspended on another store, too.
+    Ends the offloading if its pipelines no longer exist, or if it is suspended on another store.
     """
     model = offloading_of(module)
     if model is None or model.settings.dispatched:
@@ -198,7 +201,7 @@ def _shared(module: nn.Module, store: TierStore) -> OffloadedModel | None:
 
 
 def _end_unused(models: Iterable[OffloadedModel]) -> None:
-    """Make models ordinary that no handle offloads."""
+    """End the offloading of models that no handle uses."""
     for model in models:
         if not handles_with(model):
             model.end()
@@ -217,46 +220,47 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
     block_modules: list[str] | None = None,
     **replaced: Any,
 ) -> OffloadHandle:
-    """Run a pipeline, or one model, with its weights in `store`.
+    """Offload a pipeline or a model to `store`: weights move to the device as modules run.
 
         with enable_group_offload(pipe, store):
             image = pipe("a red boat").images[0]
 
-    The idea, and the names of the arguments, are those of diffusers' `enable_group_offload`.
-    Weights that still are a checkpoint's own bytes are read from it; others are written to the
-    store once. A weight that is away is a CPU tensor of its true value. A second call with the same
-    arguments returns the same handle; with others, it starts anew.
+    Takes the arguments of diffusers' `enable_group_offload`. A weight that is still backed by its
+    checkpoint file is read from that file; any other weight is written to the store once. While a
+    weight is not on the device, its parameter is a CPU tensor with the true value. Calling this
+    again with the same arguments returns the same handle; different arguments replace it.
 
     Args:
-        target: a diffusers pipeline (every component, under one budget) or any `nn.Module`.
-        store: where the weights go. It serves one device, to which the inputs are moved, too.
-        onload_device: the store's device, if given at all.
-        offload_type: `"block_level"` moves blocks (children of module lists) whole; blocks that are
-            large for the budget, and everything else, move leaf by leaf. `"leaf_level"` moves
-            every module with weights of its own by itself.
-        num_blocks_per_group: so many blocks move together; None to group by bytes.
-        group_size: bytes (or `"64MB"`) that a group should have at most; None derives it from the
-            budgets.
-        exclude_modules: components of a pipeline that stay on the device, outside the store.
-        exclude_kwargs: keyword arguments that are not moved to the device (caches that a model
-            changes in place); None for what the model names.
-        block_modules: children that count as blocks; None for what the model names.
+        target: a diffusers pipeline (all components, under one budget) or any `nn.Module`.
+        store: the store that holds the weights. It serves one device; inputs are moved there.
+        onload_device: must be the store's device if given.
+        offload_type: `"block_level"` moves each block (child of a module list) as a whole; blocks
+            too large for the budget, and all other modules, move leaf by leaf. `"leaf_level"` moves
+            each module that has its own weights separately.
+        num_blocks_per_group: number of blocks per group; None groups by bytes.
+        group_size: maximum bytes per group, as an int or a string such as `"64MB"`; None derives
+            it from the budgets.
+        exclude_modules: pipeline components that stay on the device, outside the store.
+        exclude_kwargs: keyword arguments that are not moved to the device, such as caches that the
+            model updates in place; None uses the names that the model declares.
+        block_modules: children to treat as blocks; None uses the names that the model declares.
         **replaced: diffusers' other arguments. `use_stream`, `record_stream`, `non_blocking` and
-            `low_cpu_mem_usage` have no effect: the store prefetches on streams of its own.
+            `low_cpu_mem_usage` have no effect: the store always prefetches on its own streams.
 
     Returns:
-        A handle that undoes it. It is a context manager, too.
+        A handle that undoes the offloading. It is also a context manager.
 
     Raises:
-        TypeError: an argument that the store replaces, such as `offload_to_disk_path`.
-        ValueError: an argument cannot be, or something else offloads the model.
+        TypeError: `target` is neither a pipeline nor a module, or an argument is one that the store
+            replaces, such as `offload_to_disk_path`.
+        ValueError: an argument is invalid, or the model is already offloaded by something else.
         BudgetError: a group is larger than a budget.
-        DiskFullError: weights have to be written, and the disk is full.
-        TransferError: a file cannot be read or written. Whatever is raised, the model is as it was.
+        DiskFullError: the disk is full while weights are written.
+        TransferError: a file cannot be read or written. After any error, the model is unchanged.
     """
     if str(replaced.get("offload_device")) == "cpu":  # diffusers' default
         del replaced["offload_device"]
-    check_arguments("enable_group_offload", replaced, _REPLACED, _HARMLESS)
+    check_arguments("enable_group_offload", replaced, _REPLACED, _IGNORED)
     settings = OffloadSettings(
         offload_type=offload_type,
         num_blocks_per_group=num_blocks_per_group,
@@ -270,13 +274,13 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
         raise TypeError(
             f"a {type(target).__name__} cannot be offloaded: pass a diffusers pipeline or a module"
         )
-    chosen, _ = _chosen(target, settings)  # errors are found before anything is undone
+    chosen, _ = _select_models(target, settings)  # raises before anything is undone
     before: OffloadHandle | None = handle_of(target)
     if before is None:
         warn_of_little_memory(chosen.values())
         return OffloadHandle(target, store, settings)
     if before.store is store and before._settings == settings and before.enabled:
-        before._resume()  # components may be others now
+        before._resume()  # the pipeline's components may have changed
         return before
     before._disable()
     try:
@@ -288,22 +292,22 @@ def enable_group_offload(  # noqa: PLR0913 - the arguments are those of diffuser
 
 
 def disable_offload(target: Target) -> Target:
-    """Undo the offloading of a pipeline or a model: its weights are CPU tensors again, bit-equal.
+    """Stop offloading a pipeline or a model: its weights become CPU tensors again, bit-equal.
 
         disable_offload(pipe)
 
-    Components that another offloaded pipeline has, too, stay offloaded for that one, and so do
-    parts of a model that were dispatched by themselves.
+    A component shared with another offloaded pipeline stays offloaded for that pipeline. A part of
+    the model that was dispatched separately stays dispatched.
 
     Args:
-        target: what was given to `enable_group_offload` or `dispatch_model`, or the handle. A
-            handle whose offloading was undone before is left as it is.
+        target: the pipeline or module passed to `enable_group_offload` or `dispatch_model`, or the
+            handle. A handle whose offloading has already ended is ignored.
 
     Returns:
         The same target.
 
     Raises:
-        ValueError: it is not offloaded, or only as a part of something else.
+        ValueError: the target is not offloaded, or only as part of something else.
     """
     handle = target if isinstance(target, OffloadHandle) else handle_of(target)
     if handle is not None:
@@ -312,8 +316,8 @@ def disable_offload(target: Target) -> Target:
     model = offloading_of(target) if isinstance(target, nn.Module) else None
     if model is None or handles_with(model):
         raise ValueError(
-            f"{type(target).__name__} is not offloaded by itself: pass the pipeline or the module "
-            "that was given to enable_group_offload or dispatch_model"
+            f"{type(target).__name__} is not offloaded on its own: pass the pipeline or the module "
+            "that was passed to enable_group_offload or dispatch_model"
         )
     model.end()
     return target
@@ -335,28 +339,28 @@ def _check_settings(
     if count is not None and (not isinstance(count, int) or count < 1):
         raise ValueError(f"num_blocks_per_group={count!r}: pass a positive int, or None")
     if count is not None and settings.group_size is not None:
-        raise ValueError("num_blocks_per_group and group_size exclude each other: pass one")
+        raise ValueError("num_blocks_per_group and group_size are mutually exclusive: pass one")
     if onload_device is not None and resolve_device(onload_device) != store.device:
         raise ValueError(
-            f"onload_device={onload_device!r}, but the store serves {store.device}: make the "
+            f"onload_device={onload_device!r}, but the store serves {store.device}: create the "
             f"store with TierStore(..., device={str(onload_device)!r})"
         )
 
 
-def _chosen(
+def _select_models(
     target: Any, settings: OffloadSettings
 ) -> tuple[dict[str, nn.Module], dict[str, nn.Module]]:
-    """The models in a target that are to be offloaded, and those that stay on the device."""
+    """Return the target's models to offload, and the models that stay on the device, by name."""
     if isinstance(target, nn.Module) and not hints_of(target).supported:
         raise ValueError(
-            f"{type(target).__name__} does not support group offloading: it says so with "
-            "_supports_group_offloading=False. Run it on the device as it is"
+            f"{type(target).__name__} does not support group offloading "
+            "(_supports_group_offloading=False): run it on the device without offloading"
         )
     found = models_in(target)
     excluded = settings.exclude_modules
     unknown = [name for name in excluded if name not in found]
     if unknown:
-        raise ValueError(f"exclude_modules names {unknown}, but there are only {sorted(found)}")
+        raise ValueError(f"exclude_modules names {unknown}, but the components are {sorted(found)}")
     chosen, staying = {}, {}
     for name, module in found.items():
         if name not in excluded and hints_of(module).supported:

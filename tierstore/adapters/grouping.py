@@ -1,7 +1,7 @@
-"""How a model is cut into groups.
+"""Partition a model into units and groups.
 
-The rules are those of `tierstore.model.outline`; here are the modules and tensors that they are
-applied to. A weight tied to two modules is in one group, and both modules use that group.
+Applies the rules of `tierstore.model.outline` to modules and tensors. A weight tied to two modules
+is in one group, which both modules use.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from tierstore.model.outline import (
     RESIDENT_BUFFER_BYTES,
     GroupSizes,
     OutlinePiece,
-    cut,
     need_of,
+    partition_units,
     portions,
     usual_sizes,
 )
@@ -39,24 +39,24 @@ from tierstore.torch_private import COMPILED_CALL
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 ATOMIC = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.RNNBase)
-"""Modules that give one operation all their weights, and those of their children."""
+"""Modules that pass all their weights, and those of their children, to one operation."""
 
 
 def sizes_for(offload_type: str, store: TierStore, module: nn.Module) -> GroupSizes:
-    """How large groups and whole blocks should be at most, given the store's budgets."""
+    """Return the maximum sizes of groups and whole blocks, given the store's budgets."""
     budgets = engine_of(store).reporting.weight_budgets()
     leaves = (leaf for p in parameters_of(module) for leaf in leaves_of(p).values())
     return usual_sizes(offload_type, budgets, sum(map(tensor_bytes, leaves)))
 
 
 @dataclass(frozen=True)
-class Cutting:
-    """How a model is cut into units and groups; see `tierstore.model.outline`.
+class Partitioner:
+    """Partitions a model into units and groups; see `tierstore.model.outline`.
 
     Groups have up to `target` bytes, or `blocks_per_group` blocks. Blocks of up to `largest_block`
-    bytes are not cut into leaves, but may be in several groups. Modules whose class is named in
-    `whole` use the weights of their children without calling them. Modules of up to
-    `largest_compiled` bytes that are compiled by themselves are not cut either.
+    bytes are not split into leaves, but may span several groups. Modules whose class is named in
+    `whole` use the weights of their children without calling them. Compiled modules of up to
+    `largest_compiled` bytes are not split either.
     """
 
     offload_type: str
@@ -69,13 +69,15 @@ class Cutting:
 
     @property
     def block_limit(self) -> int | None:
-        """Blocks of more bytes are cut into leaves."""
+        """Size in bytes above which blocks are split into leaves; None for no limit."""
         return None if self.blocks_per_group else max(self.target, self.largest_block)
 
     def units(self, root: nn.Module) -> list[Unit]:
-        """The units of a model, in the order in which its modules were registered. See `cut`."""
+        """Return the units of a model, in the order in which its modules were registered."""
         branch = ModuleBranch(root, "", self)
-        pieces = cut(branch, self.offload_type, self.block_limit, set(self.block_modules))
+        pieces = partition_units(
+            branch, self.offload_type, self.block_limit, set(self.block_modules)
+        )
         return [
             unit
             for piece in pieces
@@ -84,24 +86,23 @@ class Cutting:
         ]
 
     def groups(self, units: list[Unit]) -> list[GroupPlan]:
-        """The groups of units: of up to `target` bytes, or of `blocks_per_group` blocks."""
-        shown = ShownMemory(units)
+        """Return the groups of units, of up to `target` bytes or `blocks_per_group` blocks."""
+        shown = MemoryPieces(units)
         needs = [need_of(u.name, shown.memory_of(u), u.block, u.encloses, u.routed) for u in units]
         groups: list[GroupPlan] = []
         for portion in portions(needs, shown.nbytes, self.target, self.blocks_per_group):
             members = [m for piece in portion.memory for m in shown.members[piece].items()]
-            groups.append(GroupPlan(portion.name, _without_repeats(members), portion.routed))
+            groups.append(GroupPlan(portion.name, _unique_members(members), portion.routed))
         return groups
 
 
 @dataclass(eq=False)
 class Unit:
-    """A module whose forward needs `tensors` (by full name). `encloses` others while it runs.
+    """A module whose forward needs `tensors`, by full name.
 
-    They are all those in it if it is `whole`: its forward may use any of them.
-
-    Data choose whether a `routed` one runs; or, if it is one with `stacks`, which slices of these
-    it uses. They go by the names of its attributes.
+    With `encloses`, other units run inside its forward. With `whole`, `tensors` are all tensors in
+    the module, as its forward may use any of them. With `routed`, data choose whether it runs; or,
+    if it has `stacks` (by attribute name), which slices of them it uses.
     """
 
     name: str
@@ -114,14 +115,14 @@ class Unit:
     stacks: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def only(self, wanted: Callable[[str, torch.Tensor], bool]) -> Unit | None:
-        """The unit with those of its tensors (and their names) that are wanted; None if none is."""
+        """Return the unit restricted to the wanted tensors; None if there are none."""
         tensors = {name: tensor for name, tensor in self.tensors.items() if wanted(name, tensor)}
         return replace(self, tensors=tensors) if tensors else None
 
 
 @dataclass(eq=False)
 class GroupPlan:
-    """The tensors that move together, by full name, and the name to call them by."""
+    """A group's name, and the tensors that move together, by full name."""
 
     name: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -131,7 +132,7 @@ class GroupPlan:
 def _units_of(
     branch: ModuleBranch, tensors: dict[str, torch.Tensor], piece: OutlinePiece[ModuleBranch]
 ) -> list[Unit]:
-    """The unit of a branch; of one with stacks of experts, these, and what else it has."""
+    """Return the unit of a branch; with expert stacks, one for them and one for other tensors."""
     stacks = branch.stacks if piece.routed else None
     if not stacks:
         return [
@@ -153,69 +154,69 @@ def _units_of(
 
 
 class ModuleBranch:
-    """A module of a model at hand."""
+    """A module of a loaded model, as a branch of its outline."""
 
     def __init__(
-        self, module: nn.Module, name: str, cutting: Cutting, *, expert: bool = False
+        self, module: nn.Module, name: str, partitioner: Partitioner, *, expert: bool = False
     ) -> None:
         self.module = module
         self.name = name
-        self._cutting = cutting
+        self._partitioner = partitioner
         self._expert = expert
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors, ties counted once."""
+        """Bytes of all tensors in the module, tied tensors counted once."""
         return unique_bytes(self.tensors(whole=True).values())
 
     @property
     def atomic(self) -> bool:
-        """Whether it uses tensors of the modules in it without calling them."""
+        """True if the module uses tensors of its submodules without calling them."""
         module = self.module
         return (
             isinstance(module, ATOMIC)
-            or type(module).__name__ in self._cutting.whole
+            or type(module).__name__ in self._partitioner.whole
             or hasattr(module, "parametrizations")
             or any_answer(Library.uses_weights_of_parts, module)
         )
 
     @property
     def compiled(self) -> bool:
-        """Whether its forward is compiled by itself, and all of it may come at once."""
-        return is_compiled(self.module) and self.nbytes <= self._cutting.largest_compiled
+        """True if the module is compiled separately and small enough to lease as a whole."""
+        return is_compiled(self.module) and self.nbytes <= self._partitioner.largest_compiled
 
     @property
     def routed(self) -> bool:
-        """Whether it is one of a list of experts, or has all of them as stacks of weights."""
+        """True if the module is one of a list of experts, or has stacks of expert weights."""
         return self._expert or bool(self.stacks)
 
     @property
     def stacks(self) -> dict[str, nn.Parameter]:
-        """Its stacks of weights of experts, by attribute; none if it has no such."""
+        """Stacks of expert weights, by attribute; empty if the module has none."""
         return first_answer(Library.expert_stacks, self.module) or {}
 
     @property
     def recomputed_in_parts(self) -> bool:
-        """Whether a module in it, or it itself, recomputes what it consists of."""
+        """True if the module or one inside it recomputes its parts in a backward pass."""
         return any(map(recomputes, modules_of(self.module)))
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether it is a list of modules."""
+        """True if the module is a list of modules."""
         return isinstance(self.module, _LISTS)
 
     @property
     def callable(self) -> bool:
-        """Whether it has a forward."""
+        """True if the module has a forward."""
         return not isinstance(self.module, (nn.ModuleList, nn.ModuleDict))
 
     @property
     def has_own(self) -> bool:
-        """Whether it has tensors of its own, outside of its children."""
+        """True if the module has tensors besides those of its children."""
         return bool(self.tensors(whole=False))
 
     def children(self) -> list[ModuleBranch]:
-        """The modules in it."""
+        """Return the branches of the child modules."""
         if isinstance(self.module, torch.jit.ScriptModule):
             return []
         prefix = f"{self.name}." if self.name else ""
@@ -224,15 +225,15 @@ class ModuleBranch:
             lists and self.name.rpartition(".")[2] == EXPERTS and len(self.module._modules) > 1
         )
         return [
-            ModuleBranch(child, prefix + name, self._cutting, expert=experts)
+            ModuleBranch(child, prefix + name, self._partitioner, expert=experts)
             for name, child in named_children_of(self.module)
         ]
 
     def tensors(self, *, whole: bool) -> dict[str, torch.Tensor]:
-        """Its own tensors that can be offloaded, by full name; all in it if `whole`."""
+        """Return the module's own offloadable tensors by full name; with `whole`, all inside it."""
         module, prefix = self.module, f"{self.name}." if self.name else ""
         if isinstance(module, torch.jit.ScriptModule):
-            return {}  # what runs it does not call the forward that one sees: its weights stay
+            return {}  # TorchScript does not call Python's `forward`: the weights stay resident
         found: dict[str, torch.Tensor] = {}
         for key, parameter in named_parameters_of(module, recurse=whole, remove_duplicate=False):
             if not self._is_scripted(key):
@@ -249,7 +250,7 @@ class ModuleBranch:
         return found
 
     def _is_scripted(self, name: str) -> bool:
-        """Whether a tensor (by its name in the module) is of a module that TorchScript runs."""
+        """Return whether a tensor, by its name in the module, belongs to a TorchScript module."""
         here: nn.Module | None = self.module
         for part in name.split(".")[:-1]:
             here = None if here is None else here._modules[part]
@@ -259,18 +260,17 @@ class ModuleBranch:
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module's forward was compiled by itself: `module.compile()`, or
-    `torch.compile(module)`."""
+    """Return whether a module was compiled: `module.compile()` or `torch.compile(module)`."""
     return getattr(module, COMPILED_CALL, None) is not None or "_orig_mod" in module._modules
 
 
 def recomputes(module: nn.Module) -> bool:
-    """Whether a backward pass runs modules of this one again without calling it."""
+    """Return whether a backward pass recomputes parts of a module without calling the module."""
     return any_answer(Library.recomputes_parts, module)
 
 
-def _without_repeats(members: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """One object may have several names: it moves once, under the first."""
+def _unique_members(members: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Return the tensors by name, each object once, under its first name."""
     objects: set[int] = set()
     kept: dict[str, torch.Tensor] = {}
     for name, tensor in members:
@@ -280,8 +280,8 @@ def _without_repeats(members: Iterable[tuple[str, torch.Tensor]]) -> dict[str, t
     return kept
 
 
-class ShownMemory:
-    """The memory that the tensors of units show. Tensors that overlap show the same piece of it."""
+class MemoryPieces:
+    """Index of the memory that the tensors of units show: overlapping tensors share a piece."""
 
     def __init__(self, units: list[Unit]) -> None:
         spans = {
@@ -306,5 +306,5 @@ class ShownMemory:
         return self._piece[tensor.device, address_of(tensor)]
 
     def memory_of(self, unit: Unit) -> dict[str, object]:
-        """Return the memory of each tensor of a unit, by the tensor's name."""
+        """Return the piece of memory of each tensor of a unit, by name."""
         return {name: self._of(tensor) for name, tensor in unit.tensors.items()}

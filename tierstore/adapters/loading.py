@@ -1,8 +1,8 @@
-"""A checkpoint's weights put into a model without being read: each becomes a map of its file.
+"""Load a checkpoint into a model without reading it: each weight becomes a map of its file.
 
-The model may be on the meta device, as `accelerate.init_empty_weights()` or `torch.device("meta")`
-build it. Its Parameter objects stay the same ones. What shows a file's bytes takes no memory until
-it is used, and the store adopts it as it is.
+The model may be on the meta device, as built by `accelerate.init_empty_weights()` or
+`torch.device("meta")`. Its Parameter objects are never replaced. A mapped weight takes no memory
+until it is used, and the store registers it in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.codecs.wrapper import is_wrapper
 from tierstore.adapters.compat import Library, first_answer, joined_answers
 from tierstore.adapters.contents import named_modules_of, named_weights_of
-from tierstore.adapters.recomputing import Value, recomputed, some
+from tierstore.adapters.recomputing import Value, first_few, recompute_buffers
 from tierstore.engine.checkpoints import CheckpointFile, read_checkpoint
 from tierstore.errors import StaleCheckpointError, TransferError, TruncatedFileError
 from tierstore.model.groups import FileTensor
@@ -33,13 +33,15 @@ from tierstore.system.maps import map_file
 from tierstore.system.views import DTYPES
 
 SHARED_MAP_BYTES = 64 << 20
-"""Tensors that follow each other in a file share a map up to this size. A process may only have
-some 65,000 maps, and a map stays as long as any tensor that shows it."""
+"""Maximum bytes of a map shared by consecutive tensors of a file.
+
+A process is limited to about 65,000 maps, and a map lives as long as any tensor that shows it.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class _Wanted:
-    """A parameter or persistent buffer of the model, with every name that it has."""
+    """A parameter or persistent buffer of the model, with all its names."""
 
     tensor: torch.Tensor
     names: list[str]
@@ -50,13 +52,13 @@ class _Wanted:
 
     @property
     def may_stay(self) -> bool:
-        """Whether the model has a value for it that the checkpoint may leave out."""
+        """True if the checkpoint may omit it: a buffer that has a value in the model."""
         return not self.is_parameter and self.tensor.device.type != "meta"
 
 
 @dataclass(frozen=True)
 class _Match:
-    """Which tensor of the checkpoint each of the model's gets, in the order of `wanted`."""
+    """The checkpoint tensor for each tensor of the model, in the order of `wanted`."""
 
     found: list[FileTensor | None]
     unexpected: list[str]
@@ -69,19 +71,19 @@ def load_weights(
     strict: bool,
     store: TierStore | None = None,
 ) -> dict[int, torch.dtype]:
-    """Let every parameter and persistent buffer of `model` show the checkpoint's value.
+    """Point every parameter and persistent buffer of `model` at the checkpoint's value.
 
-    `checkpoint` is a `.safetensors` file, a directory with one or with shards, an index file, or a
-    URL of one of these; what lies in an object store is fetched to the directory of `store`, once.
-    No weight is read: each becomes a private, copy-on-write map of its file, on the CPU, with a
-    storage of its own. Where one tensor has several names, the first that the checkpoint knows
-    counts.
+    `checkpoint` is a `.safetensors` file, a directory with one or with shards, an index file, or
+    the URL of one of these; remote files are fetched to the directory of `store` once. No weight is
+    read: each becomes a private, copy-on-write map of its file on the CPU, with its own storage. A
+    tensor with several names takes the value of the first name that the checkpoint has.
 
-    Returns the dtype that a tensor had, by its `id`, where the file has another: it shows the
-    file's dtype now, and is the caller's to convert.
+    Returns the original dtype, by tensor `id`, of each tensor whose dtype in the file differs. Such
+    a tensor shows the file's dtype now; the caller casts it.
 
-    Raises ValueError if the checkpoint does not fit the model (with `strict`, also if it holds
-    more), TransferError or InvalidHeaderError if it cannot be read. Then the model is as it was.
+    Raises ValueError if the checkpoint does not match the model (with `strict`, also if it has
+    other tensors), TransferError or InvalidHeaderError if it cannot be read. The model is then
+    unchanged.
     """
     _check_no_pickle(checkpoint)
     files = read_checkpoint(checkpoint)
@@ -90,7 +92,7 @@ def load_weights(
     _check(model, wanted, match)
     _check_unexpected(checkpoint, match.unexpected, strict)
     with torch.inference_mode(False), torch.no_grad():  # tensors that autograd may use later
-        values = recomputed(model)
+        values = recompute_buffers(model)
         maps = _maps(store, files, {tensor.name for tensor in match.found if tensor is not None})
         values += [
             Value(one.names[0], one.tensor, maps[tensor.name])
@@ -106,14 +108,14 @@ def _check_no_pickle(checkpoint: str | os.PathLike[str]) -> None:
     path = Path(checkpoint)
     if is_pickle(path.name) and path.is_file():
         raise TransferError(
-            f"{path} is a torch pickle, which can run code when it is read: convert it with "
+            f"{path} is a torch pickle, which can run code when it is loaded: convert it with "
             "safetensors.torch.save_model, or save the model again with save_pretrained, and pass "
             "the .safetensors file",
             path=str(path),
         )
 
 
-# What the model wants ----------------------------------------------------------------------------
+# Tensors of the model ----------------------------------------------------------------------------
 
 
 def _wanted(model: nn.Module) -> list[_Wanted]:
@@ -123,13 +125,13 @@ def _wanted(model: nn.Module) -> list[_Wanted]:
     return list(found.values())
 
 
-# What the checkpoint holds of it -----------------------------------------------------------------
+# Tensors of the checkpoint -----------------------------------------------------------------------
 
 
 def _best_match(model: nn.Module, wanted: list[_Wanted], files: list[CheckpointFile]) -> _Match:
-    """The match under the checkpoint's own names, or under others if then less is missing.
+    """Return the match with the fewest missing tensors, preferring the checkpoint's own names.
 
-    A checkpoint of a base model lacks a prefix that the names of a model with a head have.
+    The names in a base model's checkpoint lack the prefix that a model with a head adds.
     """
     matches = []
     for rename in _namings(model):
@@ -141,7 +143,7 @@ def _best_match(model: nn.Module, wanted: list[_Wanted], files: list[CheckpointF
 
 
 def _namings(model: nn.Module) -> list[Callable[[str], str]]:
-    """How names in the checkpoint may turn into names of the model, the likeliest first."""
+    """Return functions that map checkpoint names to model names, the likeliest first."""
     namings: list[Callable[[str], str]] = [lambda name: name]
     base = first_answer(Library.base_prefix, model)
     if base:
@@ -154,9 +156,9 @@ def _namings(model: nn.Module) -> list[Callable[[str], str]]:
 
 
 def _written_ties(files: list[CheckpointFile], rename: Callable[[str], str]) -> dict[str, str]:
-    """For a name that a file leaves out, the name of the same tensor in it, as it tells.
+    """Return tied names from file metadata, as a map from an omitted name to the stored one.
 
-    `safetensors.torch.save_model` writes this.
+    `safetensors.torch.save_model` writes this metadata.
     """
     ties = {}
     for file in files:
@@ -168,7 +170,7 @@ def _written_ties(files: list[CheckpointFile], rename: Callable[[str], str]) -> 
 
 
 def _ties_of(model: nn.Module) -> dict[str, str]:
-    """Names in a model that always show the same tensor as others, whichever objects there are."""
+    """Return names that the model declares as tied to others, even if the objects differ."""
     ties = {}
     for prefix, module in named_modules_of(model):
         lead = f"{prefix}." if prefix else ""
@@ -195,7 +197,7 @@ def _missing(wanted: list[_Wanted], match: _Match) -> list[_Wanted]:
     return [one for one, tensor in pairs if tensor is None and not one.may_stay]
 
 
-# Whether it fits ---------------------------------------------------------------------------------
+# Checks ------------------------------------------------------------------------------------------
 
 
 def _check(model: nn.Module, wanted: list[_Wanted], match: _Match) -> None:
@@ -204,27 +206,27 @@ def _check(model: nn.Module, wanted: list[_Wanted], match: _Match) -> None:
         for one, tensor in zip(wanted, match.found, strict=True)
         if tensor is not None and (why := _misfit(one, tensor))
     ]
-    problems = [f"it does not fit {some(unfit)}"] if unfit else []
+    problems = [f"it does not fit {first_few(unfit)}"] if unfit else []
     missing = _missing(wanted, match)
     if missing:
-        problems.append(f"it lacks {some(repr(one.names[0]) for one in missing)}")
+        problems.append(f"it lacks {first_few(repr(one.names[0]) for one in missing)}")
     real = [one for one in missing if one.tensor.device.type != "meta"]
     if real:
         problems.append(
-            f"{len(real)} of these have a value in the model, but every parameter must come from "
-            "the checkpoint"
+            f"{len(real)} of these have values in the model, but the checkpoint must provide every "
+            "parameter"
         )
     if problems:
         raise ValueError(
-            f"the checkpoint is none of this {type(model).__name__}: {'; '.join(problems)}. "
+            f"the checkpoint does not match this {type(model).__name__}: {'; '.join(problems)}. "
             "Build the model from the checkpoint's own config and class, and tie weights that have "
-            "several names (model.tie_weights()); or load it in its own way, as from_pretrained "
-            "does, and call dispatch_model"
+            "several names (model.tie_weights()); or load it with its own library, such as with "
+            "from_pretrained, and call dispatch_model"
         )
 
 
 def _misfit(one: _Wanted, tensor: FileTensor) -> str:
-    """Why a tensor of the model cannot show one of the file; empty if it can."""
+    """Return why a tensor of the model cannot show one of the file; empty if it can."""
     shown = one.tensor
     if nn.parameter.is_lazy(shown) or is_wrapper(shown) or not has_address(shown):
         return f"(it is a {type(shown).__name__}, which cannot show a file's bytes)"
@@ -245,10 +247,11 @@ def _check_unexpected(
 ) -> None:
     if not unexpected:
         return
-    listed = f"{os.fspath(checkpoint)} has what the model has not: {some(map(repr, unexpected))}"
+    names = first_few(map(repr, unexpected))
+    listed = f"{os.fspath(checkpoint)} has tensors that the model does not: {names}"
     if strict:
-        raise ValueError(f"{listed}. Pass strict=False to leave it out")
-    warnings.warn(f"{listed}. It is left out", stacklevel=4)
+        raise ValueError(f"{listed}. Pass strict=False to ignore them")
+    warnings.warn(f"{listed}. They are ignored", stacklevel=4)
 
 
 # Maps of the files -------------------------------------------------------------------------------
@@ -257,16 +260,14 @@ def _check_unexpected(
 def _maps(
     store: TierStore | None, files: list[CheckpointFile], names: set[str]
 ) -> dict[str, torch.Tensor]:
-    """The named tensors of the checkpoint as maps of its files, or of what is fetched of them."""
+    """Return the named tensors of the checkpoint as maps of its files, or of fetched copies."""
     maps: dict[str, torch.Tensor] = {}
     for file in files:
         tensors = [tensor for tensor in file.tensors if tensor.name in names]
         if file.remote is not None:
             if store is None:
-                raise ValueError(
-                    f"{file.path} is in an object store: pass the store to fetch it to"
-                )
-            maps.update(engine_of(store).groups.fetched(file, tensors))
+                raise ValueError(f"{file.path} is in an object store: pass a store to fetch it to")
+            maps.update(engine_of(store).groups.fetch_tensors(file, tensors))
             continue
         try:
             for run in _runs(tensors):
@@ -274,18 +275,19 @@ def _maps(
             unchanged = FileStamp.of(os.stat(file.path)) == file.stamp
         except OSError as error:
             raise transfer_error(error, "mapping", key=None, path=file.path) from error
-        except TruncatedFileError:  # it is shorter now than its header says
+        except TruncatedFileError:  # the file is now shorter than its header says
             unchanged = False
         if not unchanged:
             raise StaleCheckpointError(
-                f"{file.path} was changed while it was loaded: load it again when it is complete",
+                f"{file.path} was changed while it was being loaded: load it again when it is "
+                "complete",
                 path=file.path,
             )
     return maps
 
 
 def _runs(tensors: list[FileTensor]) -> Iterator[list[FileTensor]]:
-    """Tensors of one file, by their place in it, cut into what shares a map."""
+    """Yield the tensors of one file by offset, in runs that share a map."""
     run: list[FileTensor] = []
     for tensor in sorted(tensors, key=lambda t: t.extent.offset):
         if run and _end(tensor) - run[0].extent.offset > SHARED_MAP_BYTES:
@@ -319,7 +321,7 @@ def _mapped(tensor: FileTensor, mapped: memoryview, offset: int) -> torch.Tensor
 
 
 def _assign_all(values: list[Value]) -> None:
-    """Let each tensor show its value; all of them or, if that fails, none."""
+    """Point each tensor at its value. If one fails, restore all."""
     before: list[Value] = []
     try:
         for value in bar(values, "Loading weights", "tensors"):
@@ -331,6 +333,6 @@ def _assign_all(values: list[Value]) -> None:
         if not isinstance(error, RuntimeError):
             raise
         raise RuntimeError(
-            f"{before[-1].name!r} cannot get its value, as a computation has saved it: load the "
-            "weights as soon as the model is built"
+            f"{before[-1].name!r} cannot be loaded, as autograd has saved it: load the weights "
+            "right after building the model"
         ) from error

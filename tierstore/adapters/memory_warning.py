@@ -1,4 +1,4 @@
-"""A warning for who has loaded in memory what hardly fits there."""
+"""Warn about models loaded in memory that barely fit there."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from tierstore.system.maps import AddressSpace
 
 
 def warn_of_little_memory(models: Iterable[nn.Module]) -> None:
-    """Warn if weights take more memory than is still available: then a second model of this size,
-    or one that is twice as large, would have the system end the process while it is loaded.
+    """Warn if weights take more memory than is still available.
 
-    What is a view of a file takes none. Where there is plenty, nothing is looked at.
+    The operating system would then kill the process while it loads a second model of this size, or
+    one twice as large. Weights mapped from files take no memory. If the process uses less memory
+    than is available, nothing is checked.
     """
     memory = psutil.Process().memory_info()
     anonymous = memory.rss - memory.shared
@@ -37,11 +38,11 @@ def warn_of_little_memory(models: Iterable[nn.Module]) -> None:
     )
     if min(nbytes, anonymous) > available:
         warnings.warn(
-            f"{nbytes:,} bytes of weights are in memory, as they are no views of a checkpoint's "
-            f"files, and {max(available, 0):,} bytes are still available: a larger model would "
-            "have the system end this process before it is on the store. Load with "
-            "tierstore.from_pretrained, or tierstore.load_checkpoint_and_dispatch: both cast group "
-            "by group, in little memory",
+            f"{nbytes:,} bytes of weights are in memory instead of mapped from a checkpoint's "
+            f"files, and {max(available, 0):,} bytes are available: with a larger model, the "
+            "system would kill this process before the model is in the store. Load with "
+            "tierstore.from_pretrained or tierstore.load_checkpoint_and_dispatch, which cast group "
+            "by group and use little memory",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -1,4 +1,4 @@
-"""Tensors in a value, whatever containers they are in."""
+"""Find and replace the tensors in nested containers."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ import torch
 
 
 def to_device(value: Any, device: torch.device, skip: frozenset[str] = frozenset()) -> Any:
-    """Tensors in a value moved to `device`. Keys in `skip` stay as they are."""
+    """Return a value with its tensors moved to `device`. Entries named in `skip` are unchanged."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         return tensor if tensor.device == device else tensor.to(device, non_blocking=False)
 
-    return with_tensors(value, moved, skip)
+    return map_tensors(value, moved, skip)
 
 
-def are_there(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> bool:
-    """Whether arguments are seen at a glance to be no tensors elsewhere. Those of a unit are looked
-    at before each run, and nearly always come from another one."""
+def are_on_device(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> bool:
+    """Return True if a quick check finds no argument that could be on another device.
+
+    Runs before each run of a unit, whose arguments nearly always come from another unit.
+    """
     for item in (*args, *kwargs.values()):
         kind = type(item)
         if kind is torch.Tensor:
@@ -32,22 +34,22 @@ def are_there(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.devic
     return True
 
 
-def with_tensors(
+def map_tensors(
     value: Any, change: Callable[[torch.Tensor], torch.Tensor], skip: frozenset[str] = frozenset()
 ) -> Any:
-    """A value with its tensors as `change` returns them. Keys in `skip` stay as they are.
+    """Return a value with `change` applied to its tensors. Entries named in `skip` are unchanged.
 
-    Containers are rebuilt only if something in them is another: some are caches that the model
-    changes in place. They may contain themselves.
+    A container is copied only if an item in it changes, as it may be a cache that the model updates
+    in place. Containers may contain themselves.
     """
     try:
         return _with_tensors(value, change, skip, ())
     except _Circular:
-        return _Rebuilding(change, value, skip).rebuilt(value)
+        return _CyclicRebuild(change, value, skip).rebuilt(value)
 
 
 class _Circular(Exception):
-    """A container is in itself."""
+    """A container contains itself."""
 
 
 def _with_tensors(
@@ -73,30 +75,29 @@ def _with_tensors(
     changed = {key: item for key, item in after.items() if item is not items_before[key]}
     if not changed:
         return value
-    value = copy.copy(value)  # there may be more to it than its items
-    _give(value, changed)
+    value = copy.copy(value)  # it may have attributes besides its items
+    _set_items(value, changed)
     return value
 
 
-def _give(container: Any, items: Mapping[Any, Any]) -> None:
-    """Have a list, a mapping or a record have other items."""
+def _set_items(container: Any, items: Mapping[Any, Any]) -> None:
+    """Set items of a list or mapping, or fields of a dataclass."""
     for key, item in items.items():
-        if isinstance(container, (list, MutableMapping)):  # which a record may be, too
+        if isinstance(container, (list, MutableMapping)):  # a dataclass may also be one
             container[key] = item
         else:
-            object.__setattr__(container, key, item)  # it may be frozen
+            object.__setattr__(container, key, item)  # the dataclass may be frozen
 
 
-class _Rebuilding:
-    """A value with containers that are in themselves: which of them have to be rebuilt, and what
-    has become of them."""
+class _CyclicRebuild:
+    """Rebuild of a value whose containers contain themselves."""
 
     def __init__(
         self, change: Callable[[torch.Tensor], torch.Tensor], value: Any, skip: frozenset[str]
     ) -> None:
         self._items: dict[int, tuple[Any, dict[Any, Any]]] = {}
-        self._changed: dict[int, Any] = {}  # tensors by id; containers once they are rebuilt
-        self._inside: dict[int, list[int]] = {}  # containers, by what is in them
+        self._changed: dict[int, Any] = {}  # new tensors by old id; then rebuilt containers
+        self._inside: dict[int, list[int]] = {}  # ids of the containers of an item, by its id
         self._changing: set[int] = set()
         self._collect(value, change, skip)
         pending = list(self._changed)
@@ -109,7 +110,7 @@ class _Rebuilding:
     def _collect(
         self, value: Any, change: Callable[[torch.Tensor], torch.Tensor], skip: frozenset[str]
     ) -> None:
-        """Note what is in a container, and which of the tensors become others."""
+        """Collect the items of all containers, and the tensors that change."""
         pending = [(value, skip)]
         while pending:
             container, names = pending.pop()
@@ -128,7 +129,7 @@ class _Rebuilding:
                     pending.append((item, below))
 
     def rebuilt(self, value: Any) -> Any:
-        """What has become of a value."""
+        """Return the rebuilt form of a value."""
         if id(value) in self._changed:
             return self._changed[id(value)]
         if id(value) not in self._changing:
@@ -137,15 +138,14 @@ class _Rebuilding:
         if isinstance(value, tuple):
             parts = [self.rebuilt(item) for item in value]
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-        made = copy.copy(value)  # there may be more to it than its items
-        self._changed[id(value)] = made  # before what is in it, which may lead back to it
-        _give(made, {key: self.rebuilt(item) for key, item in items.items()})
+        made = copy.copy(value)  # it may have attributes besides its items
+        self._changed[id(value)] = made  # before its items, which may lead back to it
+        _set_items(made, {key: self.rebuilt(item) for key, item in items.items()})
         return made
 
 
 _LEAVES = frozenset({type(None), bool, int, float, str, torch.dtype, torch.device})
-"""Types of most values that are neither tensors nor containers: to ask what else one is takes
-longer."""
+"""Common types that are neither tensors nor containers, to skip slower checks."""
 
 
 def _is_container(value: object) -> bool:
@@ -155,7 +155,7 @@ def _is_container(value: object) -> bool:
 
 
 def _items_of(container: Any) -> dict[Any, Any]:
-    """What is in a container, by keys, names or places."""
+    """Return the items of a container by key, field name or index."""
     if isinstance(container, (list, tuple)):
         return dict(enumerate(container))
     if isinstance(container, MutableMapping):
@@ -164,12 +164,12 @@ def _items_of(container: Any) -> dict[Any, Any]:
 
 
 def is_record(value: object) -> bool:
-    """Whether a value is an object of a dataclass."""
+    """Return whether a value is an instance of a dataclass."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a value, in its containers too, which may contain themselves."""
+    """Yield the tensors in a value and its containers, which may contain themselves."""
     pending, seen = [value], set[int]()
     while pending:
         value = pending.pop()
@@ -184,6 +184,6 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def device_of(value: Any) -> torch.device | None:
-    """The device of the first tensor in a value; None if there is none."""
+    """Return the device of the first tensor in a value; None if there is none."""
     first = next(tensors_in(value), None)
     return None if first is None else first.device

@@ -1,4 +1,4 @@
-"""Looking at each operation of torch before it runs, on one thread, and when not to."""
+"""Intercept torch operations on one thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from torch.overrides import TorchFunctionMode
 
-from tierstore.torch_private import innermost_function_mode
+from tierstore.torch_private import current_function_mode
 
 
 class _OnThread(threading.local):
@@ -19,28 +19,28 @@ _on = _OnThread()
 
 
 class OperationMode(TorchFunctionMode):
-    """A mode of which at most one does anything at a time on a thread: the one begun last."""
+    """A torch function mode of which only the innermost is active on a thread."""
 
     def __init__(self) -> None:
         super().__init__()
         self._outer: OperationMode | None = None
 
     def begin(self) -> None:
-        """Look at what runs on this thread from now on."""
+        """Start to intercept operations on this thread."""
         self._outer, _on.mode = _on.mode, self
         self.__enter__()
 
     def end(self) -> None:
-        """Look at nothing any more."""
+        """Stop intercepting."""
         _on.mode, self._outer = self._outer, None
         self.__exit__(None, None, None)
 
 
 @contextmanager
-def not_looked_at() -> Iterator[None]:
-    """A context manager, inside of which operations on this thread run as they are."""
+def without_interception() -> Iterator[None]:
+    """Run operations on this thread without interception within the block."""
     mode = _on.mode
-    if mode is None or innermost_function_mode() is not mode:
+    if mode is None or current_function_mode() is not mode:
         yield
         return
     mode.__exit__(None, None, None)

@@ -1,7 +1,7 @@
-"""Models that other libraries offload, and models on a store that they are to leave alone.
+"""Prevent two libraries from offloading the same model.
 
-Who comes second is refused, by us or for us: two that move the same weights make each other's
-tensors wrong without any error.
+The second one is rejected, in either order: if two libraries move the same weights, tensors become
+wrong without any error.
 """
 
 from __future__ import annotations
@@ -20,49 +20,48 @@ from tierstore.adapters.owners import is_claimed, owner_of
 def check_not_offloaded(name: str, module: nn.Module) -> None:
     """Raise ValueError if something else moves the weights of a model.
 
-    From now on, other libraries refuse the models that are in a store.
+    From then on, imported libraries also refuse to offload models that are in a store.
     """
     notify_all(Library.guard)
     owner = owner_of(module)
     if owner is not None and owner.root is module:
         raise ValueError(
-            f"{name} is offloaded already, to a store: undo that first with "
-            "tierstore.disable_offload(model)"
+            f"{name} is already offloaded to a store: call tierstore.disable_offload(model) first"
         )
     for part in modules_of(module):
         if is_claimed(part):
             raise ValueError(
-                f"{name} is in training on a store: call disable() of its OffloadModel first"
+                f"{name} is being trained in a store: call disable() of its OffloadModel first"
             )
         if (by := first_answer(Library.other_offloading, part)) is not None:
-            raise ValueError(f"{name} is offloaded {by}")
+            raise ValueError(f"{name} is already offloaded {by}")
 
 
-class OffloadingByUs:
-    """What stands for our offloading among a library's settings: not to be applied by it."""
+class TierstoreOffloading:
+    """Marker in a library's settings for tierstore's offloading, which it must not apply."""
 
 
 @functools.cache
-def refuse_models_in_stores(
+def install_model_check(
     holder: object, name: str, before: Callable[[nn.Module], None] | None = None
 ) -> None:
-    """Replace a function of a library by one that raises ValueError for a model in a store.
+    """Make a library's function raise ValueError for a model in a store.
 
-    `before` is called with such a model first.
+    `before`, if given, is called with such a model first.
     """
     original: Callable[..., Any] = getattr(holder, name)
 
     @functools.wraps(original)
-    def refusing(*args: Any, **kwargs: Any) -> Any:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         given = [*args, *kwargs.values()]
-        if any(isinstance(each, OffloadingByUs) for each in given):
-            return None  # ours sees changes by itself, and stays
+        if any(isinstance(each, TierstoreOffloading) for each in given):
+            return None  # tierstore detects changes itself: there is nothing to apply again
         for each in given:
             if isinstance(each, nn.Module):
                 _check_not_in_store(each, before)
         return original(*args, **kwargs)
 
-    setattr(holder, name, refusing)
+    setattr(holder, name, checked)
 
 
 def _check_not_in_store(module: nn.Module, before: Callable[[nn.Module], None] | None) -> None:
@@ -74,7 +73,7 @@ def _check_not_in_store(module: nn.Module, before: Callable[[nn.Module], None] |
     name, part = type(module).__name__, type(parts[0]).__name__
     whole = name if parts[0] is module else f"{part} in {name}"
     raise ValueError(
-        f"{whole} is on a tierstore, which brings its weights to where it runs: leave other "
-        "offloading out, or undo this one first (tierstore.disable_offload(model), or "
+        f"{whole} is in a tierstore, which loads its weights to the device as it runs: do not "
+        "offload it again, or undo this offloading first (tierstore.disable_offload(model), or "
         "disable() of an OffloadModel)"
     )

@@ -1,11 +1,11 @@
-"""A forward that ran out of device memory runs once more, when the store has given some back.
+"""Retry a forward that ran out of device memory, after the store has released some.
 
-To run it again must be the same as to run it for the first time. A forward is taken to compute its
-result from weights, arguments and random numbers if gradients are off and its module is in
-evaluation mode, has no hooks, and is given nothing but tensors and plain values: what else there
-is, such as a cache of keys and values, it may have changed. Tensors that it did change are noticed,
-those of inference mode excepted, and random numbers are drawn again from where they began. All
-others see their error as it was raised, with a note.
+A retry must compute what the first run would have. That holds for a forward that depends only on
+weights, arguments and random numbers: gradients are off, and its module is in evaluation mode, has
+no hooks, and gets only tensors and plain values. Any other argument, such as a key-value cache, may
+have been changed by the first run. Changed tensors are detected by their version counters, except
+inference tensors, and the random number generators are rewound. In all other cases, the original
+error is raised with a note.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 class OomRetry:
-    """Calls methods of a module whose weights are on a store with an accelerator."""
+    """Calls methods of an offloaded module on an accelerator, with a retry after out-of-memory."""
 
     def __init__(self, module: nn.Module, store: TierStore) -> None:
         self._module = module
@@ -44,9 +44,9 @@ class OomRetry:
     def __call__(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What the method returns; its OutOfMemoryError if it runs out of memory again."""
+        """Return the method's result. Raises OutOfMemoryError if the retry fails too."""
         if torch.is_grad_enabled() or self._module.training:
-            return self._told(method, args, kwargs)
+            return self._run_with_note(method, args, kwargs)
         watched = self._watched(args, kwargs)
         versions = versions_of(watched)
         random = self._random_states()
@@ -57,27 +57,29 @@ class OomRetry:
             if not as_before or not self._may_run_again(error, args, kwargs):
                 self._advise(error)
                 raise
-        # Here the error is gone, and with it the frames of the first run and what they held.
+        # The error is freed here, and with it the frames of the first run and their tensors.
         memory = engine_of(self._store).device_memory
-        given_back = memory.spare_bytes()
-        memory.give_back()
+        released = memory.spare_bytes()
+        memory.free_idle()
         memory.retries += 1
         logger.log(
-            # It costs a run each time, and is told of once.
+            # Each retry costs a run; warn only once.
             logging.WARNING if memory.retries == 1 else logging.DEBUG,
-            "%s ran out of memory in a %s: the store gives %s back, and it runs again. With a "
-            "smaller device_budget it would not have to",
+            "%s ran out of memory in a %s: the store releases %s, and the forward is retried. A "
+            "smaller device_budget avoids this",
             self._store.device,
             type(self._module).__name__,
-            size(given_back),
+            size(released),
         )
         self._restore(*random)
-        return self._told(method, args, kwargs)
+        return self._run_with_note(method, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _watched(self, args: Any, kwargs: Any) -> list[torch.Tensor]:
-        """The module's tensors, and those that it is given. (torch.compile takes a weak reference
-        for what it refers to.)"""
+        """Return the module's tensors and those among the arguments.
+
+        Not compiled, as torch.compile mistakes a weak reference for its referent.
+        """
         found: list[torch.Tensor] = []
         for reference in self._own:
             tensor = reference()
@@ -91,14 +93,14 @@ class OomRetry:
         return found
 
     def _random_states(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the random numbers of the CPU and of the device go on."""
+        """Return the random number generator states of the CPU and the device."""
         return torch.default_generator.get_state(), self._get_state(self._store.device)
 
     def _restore(self, cpu: torch.Tensor, device: torch.Tensor) -> None:
         torch.default_generator.set_state(cpu)
         self._set_state(device, self._store.device)
 
-    def _told(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run_with_note(self, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         try:
             return method(*args, **kwargs)
         except torch.OutOfMemoryError as error:
@@ -107,7 +109,7 @@ class OomRetry:
 
     def _may_run_again(self, error: BaseException, args: Any, kwargs: Any) -> bool:
         return (
-            not _is_advised(error)  # a unit inside of this one has tried
+            not _is_advised(error)  # else a unit inside this one has already retried
             and engine_of(self._store).device_memory.spare_bytes() > 0
             and _is_plain((*args, *kwargs.values()))
             and not any(_has_hooks(module) for module in modules_of(self._module))
@@ -119,8 +121,8 @@ class OomRetry:
         stats = self._store.stats()
         used, budget = (of[Tier.DEVICE.name] for of in (stats.used_bytes, stats.budget_bytes))
         error.add_note(
-            f"{_NOTE}the store has {used:,} bytes of {self._store.device}, and may have "
-            f"{budget:,}; with a smaller device_budget, more is left to what the model computes"
+            f"{_NOTE}the store uses {used:,} bytes of {self._store.device}, of a budget of "
+            f"{budget:,}; a smaller device_budget leaves more memory for activations"
         )
 
 
@@ -129,7 +131,7 @@ def _is_advised(error: BaseException) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a forward cannot have changed it unnoticed."""
+    """Return whether a value is plain, so that a change of it by the forward is detected."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return type(value) is torch.Tensor or isinstance(value, _PLAIN)
@@ -144,7 +146,7 @@ def _tensors_among(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether others do something of their own around its forward."""
+    """Return whether others have patched a module's forward or registered hooks on it."""
     forward = module.__dict__.get("forward")
     foreign = forward is not None and not isinstance(forward, MethodPatch)
     return foreign or has_forward_hooks(module)

@@ -1,8 +1,8 @@
-"""The registry of offloaded models, and noticing that a model is built differently from before.
+"""Registry of offloaded models, and detection of changes in their structure.
 
-A weight belongs to one offloading, the innermost that has it. When somebody gives an offloaded
-model another parameter, buffer or submodule, torch calls hooks on its registration, and the model
-is cut into groups again before it runs next.
+A weight belongs to the innermost offloaded model that contains it. If a parameter, buffer or
+submodule of an offloaded model is replaced or added, torch calls registration hooks, and the model
+is repartitioned before its next run.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """A pipeline or model that is offloaded as a whole: its handle, and the models in it."""
+class _Offloading:
+    """The handle of an offloaded pipeline or model, and the models in it."""
 
     handle: Any
     parts: Sequence[weakref.ref[nn.Module]]
@@ -32,7 +32,7 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _Registry:
-    """Who offloads what. Entries go with their modules, models and pipelines."""
+    """Owners of modules, and handles. Entries do not keep modules, models or pipelines alive."""
 
     owners: weakref.WeakKeyDictionary[nn.Module, weakref.ref[OffloadedModel]] = field(
         default_factory=weakref.WeakKeyDictionary
@@ -41,7 +41,7 @@ class _Registry:
         default_factory=weakref.WeakKeyDictionary
     )
     models: weakref.WeakSet[OffloadedModel] = field(default_factory=weakref.WeakSet)
-    wholes: weakref.WeakKeyDictionary[Any, _Whole] = field(
+    offloadings: weakref.WeakKeyDictionary[Any, _Offloading] = field(
         default_factory=weakref.WeakKeyDictionary
     )
 
@@ -53,7 +53,7 @@ _registry = _Registry()
 
 
 def own(model: OffloadedModel) -> None:
-    """Have `model` own its modules, but for those that have an owner."""
+    """Make `model` the owner of its modules, except those that already have an owner."""
     _listen()
     _registry.models.add(model)
     reference = weakref.ref(model)
@@ -63,7 +63,10 @@ def own(model: OffloadedModel) -> None:
 
 
 def disown(model: OffloadedModel) -> None:
-    """Have it own none, until others who offload a model that has these modules take them."""
+    """Remove a model's ownership of its modules.
+
+    Other offloaded models that contain these modules or weights repartition, and take them over.
+    """
     given_up = {module for module in modules_of(model.root) if owner_of(module) is model}
     for module in given_up:
         del _registry.owners[module]
@@ -71,40 +74,40 @@ def disown(model: OffloadedModel) -> None:
     for other in enabled_models():
         modules = modules_of(other.root)
         tensors = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
-        alone = all(id(t) not in ours for t in tensors)  # no weight of it is tied to one of ours
+        alone = all(id(t) not in ours for t in tensors)  # no weight of it is tied to ours
         if not (alone and given_up.isdisjoint(modules)):
             other.changed = True
 
 
 def forget(model: OffloadedModel) -> None:
-    """Its offloading is over for good."""
+    """Remove a model whose offloading has ended permanently."""
     _registry.models.discard(model)
 
 
 def owner_of(module: nn.Module) -> OffloadedModel | None:
-    """Return who moves the weights of a module now."""
+    """Return the offloaded model that owns a module now; None if there is none."""
     reference = _registry.owners.get(module)
     return None if reference is None else reference()
 
 
 def offloading_of(root: nn.Module) -> OffloadedModel | None:
-    """Return the offloading of this very model, also while it is suspended."""
+    """Return the offloading of this model itself, also while suspended; None if there is none."""
     return next((model for model in list(_registry.models) if model.root is root), None)
 
 
 def enabled_models() -> list[OffloadedModel]:
-    """Return all that own modules now."""
+    """Return the offloaded models that own their modules now."""
     return [model for model in list(_registry.models) if owner_of(model.root) is model]
 
 
-def around(module: nn.Module) -> list[OffloadedModel]:
-    """Return those that have `module` as a part."""
+def enclosing_models(module: nn.Module) -> list[OffloadedModel]:
+    """Return the enabled models that contain `module` as a part."""
     found = [model for model in enabled_models() if model.root is not module]
     return [model for model in found if module in modules_of(model.root)]
 
 
-def others(model: OffloadedModel) -> list[tuple[OffloadedModel, set[int]]]:
-    """Return the others that own modules now, each with the ids of the tensors that it offloads."""
+def other_owners(model: OffloadedModel) -> list[tuple[OffloadedModel, set[int]]]:
+    """Return the other enabled models, each with the ids of the tensors that it offloads."""
     found = [other for other in enabled_models() if other is not model]
     return [(other, other.weights.tensor_ids()) for other in found]
 
@@ -113,18 +116,18 @@ def others(model: OffloadedModel) -> list[tuple[OffloadedModel, set[int]]]:
 
 
 def claim(modules: Iterable[nn.Module], trainer: object) -> None:
-    """Have a trainer see to the weights of these modules, as long as it exists."""
+    """Record that a trainer manages the weights of these modules, as long as it exists."""
     _registry.trainers.update(dict.fromkeys(modules, weakref.ref(trainer)))
 
 
 def is_claimed(module: nn.Module) -> bool:
-    """Return whether a trainer sees to a module's weights."""
+    """Return whether a trainer manages a module's weights."""
     claimed = _registry.trainers.get(module)
     return claimed is not None and claimed() is not None
 
 
-def give_up(modules: Iterable[nn.Module]) -> None:
-    """Have no trainer see to them."""
+def release_claims(modules: Iterable[nn.Module]) -> None:
+    """Record that no trainer manages these modules any more."""
     for module in modules:
         _registry.trainers.pop(module, None)
 
@@ -133,28 +136,28 @@ def give_up(modules: Iterable[nn.Module]) -> None:
 
 
 def add_handle(target: object, handle: object, parts: Sequence[weakref.ref[nn.Module]]) -> None:
-    """Have a handle offload these models for a pipeline or a model, as long as that exists."""
-    _registry.wholes[target] = _Whole(handle, parts)
+    """Record the handle of a pipeline or model, and its models, as long as the target exists."""
+    _registry.offloadings[target] = _Offloading(handle, parts)
 
 
 def remove_handle(target: object, handle: object) -> None:
-    """Have it offload them no more."""
+    """Remove the handle of a target, unless another one has replaced it."""
     if handle_of(target) is handle:
-        del _registry.wholes[target]
+        del _registry.offloadings[target]
 
 
 def handle_of(target: object) -> Any:
-    """Return the handle of a pipeline or model; None if it was not offloaded as a whole."""
+    """Return the handle of a pipeline or model; None if it has none."""
     try:
-        return _registry.wholes[target].handle
-    except (KeyError, TypeError):  # or of a kind that no weak reference can be to
+        return _registry.offloadings[target].handle
+    except (KeyError, TypeError):  # TypeError: the target cannot be weakly referenced
         return None
 
 
 def handles_with(model: OffloadedModel) -> list[Any]:
     """Return the handles that offload a model, the oldest first."""
-    wholes = list(_registry.wholes.values())
-    return [each.handle for each in wholes if any(p() is model.root for p in each.parts)]
+    offloadings = list(_registry.offloadings.values())
+    return [each.handle for each in offloadings if any(p() is model.root for p in each.parts)]
 
 
 # Changes ------------------------------------------------------------------------------------------
@@ -176,7 +179,7 @@ def _parameter_given(module: nn.Module, name: str, given: Any) -> None:
 def _buffer_given(module: nn.Module, name: str, given: Any) -> None:
     owner = owner_of(module)
     before = module._buffers.get(name)
-    # Modules may replace small buffers of theirs whenever they run: those are not offloaded.
+    # Small buffers, which modules may replace at each run, are not offloaded: ignore them.
     if owner is not None and before is not given and id(before) in owner.weights.tensor_ids():
         owner.changed = True
 

@@ -1,4 +1,4 @@
-"""Methods of pipelines that change weights or models: they respect what is offloaded.
+"""Patch pipeline methods that change weights or models, to respect offloaded models.
 
 A pipeline is any object with `components`. Methods are replaced on its class.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tierstore.adapters.compat import methods_that_change_weights
+from tierstore.adapters.compat import weight_changing_methods
 from tierstore.adapters.owners import handle_of, offloading_of, owner_of
 
 
@@ -25,11 +25,11 @@ def models_in(target: Any) -> dict[str, nn.Module]:
     return {n: m for n, m in target.components.items() if isinstance(m, nn.Module)}
 
 
-def follow_class_tree(base: type[Any]) -> None:
-    """Replace methods of a class and of all derived from it, also later.
+def patch_class_tree(base: type[Any]) -> None:
+    """Replace methods of a class and of all its subclasses, including future ones.
 
-    They are replaced on their classes: when a model is offloaded, nobody knows which pipelines have
-    it, or will. For a pipeline with no offloaded model they do what they did.
+    Methods are replaced on classes because the pipelines that contain a model, now or later, are
+    unknown when the model is offloaded. A pipeline without offloaded models behaves as before.
     """
     own = vars(base).get("__init_subclass__")
     if _is_ours(own):
@@ -40,25 +40,28 @@ def follow_class_tree(base: type[Any]) -> None:
             super(base, kind).__init_subclass__(**kwargs)
         else:
             own.__func__(kind, **kwargs)
-        follow_methods(kind)
+        patch_methods(kind)
 
     base.__init_subclass__ = classmethod(_marked(followed))  # type: ignore[assignment]
     pending = [base]
     while pending:
         kind = pending.pop()
-        follow_methods(kind)
+        patch_methods(kind)
         pending += kind.__subclasses__()
 
 
-def follow_methods(kind: type[Any]) -> None:
-    """Replace the methods of one class that change weights or models: they run while what is
-    offloaded of the pipeline is suspended. `to` gives offloaded models its dtype."""
-    for name in ("to", *methods_that_change_weights()):
+def patch_methods(kind: type[Any]) -> None:
+    """Replace the methods of one class that change weights or models.
+
+    They run while the offloading of the pipeline's models is suspended. `to` also casts offloaded
+    models to its dtype.
+    """
+    for name in ("to", *weight_changing_methods()):
         defining = next((each for each in kind.__mro__ if name in vars(each)), None)
         if defining is None or not inspect.isfunction(vars(defining)[name]):
             continue
         if not _is_ours(original := vars(defining)[name]):
-            setattr(defining, name, _marked(_around(original, name)))
+            setattr(defining, name, _marked(_wrapped(original, name)))
 
 
 def _marked(function: Any) -> Any:
@@ -67,12 +70,12 @@ def _marked(function: Any) -> Any:
 
 
 def _is_ours(method: Any) -> bool:
-    """Return whether a function, or what a class method calls, replaces another already."""
+    """Return whether a function, or the function of a class method, is already a replacement."""
     return hasattr(getattr(method, "__func__", method), "of_tierstore")
 
 
-def _around(original: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return the replacement of a method of pipelines."""
+def _wrapped(original: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Return the replacement of a pipeline method."""
     run = _converted if name == "to" else _suspended
 
     @functools.wraps(original)
@@ -83,7 +86,7 @@ def _around(original: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 def _suspended(method: Callable[..., Any], pipe: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call a method while all that is offloaded of a pipeline is suspended."""
+    """Call a method while the offloading of a pipeline and its models is suspended."""
     handle, found = handle_of(pipe), map(offloading_of, models_in(pipe).values())
     models = [model for model in found if model is not None and not model.settings.dispatched]
     with ExitStack() as stack:
@@ -93,8 +96,10 @@ def _suspended(method: Callable[..., Any], pipe: Any, *args: Any, **kwargs: Any)
 
 
 def _converted(method: Callable[..., Any], pipe: Any, *args: Any, **kwargs: Any) -> Any:
-    """Call `to`, which passes over models that are offloaded, and give them its dtype, too.
-    `from_pipe` makes other pipelines, and casts those."""
+    """Call `to`, which skips offloaded models, and cast these to its dtype as well.
+
+    `from_pipe` creates pipelines with the same models, and casts them through this method.
+    """
     result = method(*args, **kwargs)
     models = models_in(pipe).values()
     for given in (*args, *kwargs.values()):

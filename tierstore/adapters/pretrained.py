@@ -1,9 +1,9 @@
-"""Pretrained models and pipelines, loaded by their own library straight into a store.
+"""Load pretrained models and pipelines straight into a store, with their own library.
 
-The library does all of it: it finds and downloads files, renames, converts and ties weights, and
-chooses dtypes. Only where the bytes are is different, so that a model of any size can be loaded:
-a weight that would be cast, joined or quantised is so once it is in the store, a group at a time
-(see `tierstore.adapters.deferred_loading`). What was made of the same files before is found again.
+The library does all the work: it finds and downloads files, renames, converts and ties weights, and
+chooses dtypes. Only the location of the bytes differs, which allows models of any size: weights to
+be cast, joined or quantised are processed in the store, one group at a time (see
+`tierstore.adapters.deferred_loading`). Results derived from the same files before are reused.
 """
 
 from __future__ import annotations
@@ -31,41 +31,41 @@ def from_pretrained(
     store: TierStore,
     **kwargs: Any,
 ) -> Any:
-    """Call `cls.from_pretrained`, with all weights in `store`, in little memory.
+    """Call `cls.from_pretrained` with all weights in `store`, using little memory.
 
         pipe = from_pretrained(DiffusionPipeline, "a/pipeline", store, dtype=torch.bfloat16)
 
-    Whatever the checkpoint's dtype and size, the process takes the store's budget, and the largest
-    group twice while it is cast. Weights at the checkpoint's own dtype are read from its files;
-    others are written to the store once, and found there when the same files are loaded again. So
-    is what torchao makes of them (`quantization_config`), a few layers at a time.
+    Whatever the checkpoint's dtype and size, weights take at most the store's budget, plus twice
+    the largest group during a cast. Weights in the checkpoint's own dtype are read from its files;
+    cast weights are written to the store once, and reused when the same files are loaded again. The
+    same holds for weights that torchao quantises (`quantization_config`), a few layers at a time.
 
     Args:
-        cls: a pipeline or model of diffusers, or a model of transformers, such as
+        cls: a diffusers pipeline or model class, or a transformers model class, such as
             `DiffusionPipeline` or `AutoModelForCausalLM`.
-        pretrained_model_name_or_path: what `cls.from_pretrained` takes, or the URL of such a
-            directory in an object store (`s3://`, `gs://`, `az://`). What lies there is downloaded
-            to the store's directory, beside its budget, as far as it was not before.
-        store: where the weights go.
-        **kwargs: what `enable_group_offload` takes goes there (`exclude_modules`, `offload_type`);
-            the rest to `cls.from_pretrained` (`dtype`, `variant`, `subfolder`, `revision`,
-            components that are there already).
+        pretrained_model_name_or_path: as for `cls.from_pretrained`, or the URL of such a directory
+            in an object store (`s3://`, `gs://`, `az://`). Files not downloaded before are
+            downloaded to the store's directory; they do not count against the budget.
+        store: the store that holds the weights.
+        **kwargs: arguments of `enable_group_offload` (`exclude_modules`, `offload_type`) are passed
+            to it; all others (`dtype`, `variant`, `subfolder`, `revision`, existing components) to
+            `cls.from_pretrained`.
 
     Returns:
-        What `cls.from_pretrained` returns, offloaded. `enable_group_offload` of it gives the
-        handle.
+        The result of `cls.from_pretrained`, offloaded. Call `enable_group_offload` on it to get
+        the handle.
 
     Raises:
-        TypeError: `device_map`, which the store replaces.
+        TypeError: `device_map` was passed, which the store replaces.
         BudgetError: a group is larger than a budget.
-        DiskFullError: the disk has no room for what is cast or downloaded.
+        DiskFullError: the disk is full while weights are cast or downloaded.
         TransferError: a file or URL cannot be read.
-        Exception: what `cls.from_pretrained` raises.
+        Exception: any error of `cls.from_pretrained`.
     """
     source = pretrained_model_name_or_path
     if is_url(source):
         check_store(store)
-        source = engine_of(store).groups.mirrored(
+        source = engine_of(store).groups.download_mirror(
             source, subfolder=kwargs.get("subfolder") or "", variant=kwargs.get("variant")
         )
     return _load(cls.from_pretrained, source, store, kwargs)
@@ -77,25 +77,25 @@ def from_single_file(
     store: TierStore,
     **kwargs: Any,
 ) -> Any:
-    """Call `cls.from_single_file` of diffusers, with all weights in `store`. See `from_pretrained`.
+    """Call diffusers' `cls.from_single_file` with all weights in `store`. See `from_pretrained`.
 
-    A `.gguf` file on this machine is not copied: its quantised weights are read where they lie.
+    A local `.gguf` file is not copied: its quantised weights are read in place.
 
     Args:
-        cls: a model or pipeline of diffusers that has the method.
-        pretrained_model_link_or_path: what `cls.from_single_file` takes.
-        store: where the weights go.
+        cls: a diffusers model or pipeline class that has this method.
+        pretrained_model_link_or_path: as for `cls.from_single_file`.
+        store: the store that holds the weights.
         **kwargs: as for `from_pretrained`.
 
     Returns:
-        What `cls.from_single_file` returns, offloaded.
+        The result of `cls.from_single_file`, offloaded.
 
     Raises:
-        TypeError: `device_map`, which the store replaces.
+        TypeError: `device_map` was passed, which the store replaces.
         BudgetError: a group is larger than a budget.
-        DiskFullError: the disk has no room for what is cast.
+        DiskFullError: the disk is full while weights are cast.
         TransferError: a file cannot be read.
-        Exception: what `cls.from_single_file` raises.
+        Exception: any error of `cls.from_single_file`.
     """
     source: Any = pretrained_model_link_or_path
     mapped = first_answer(Library.read_single_file, os.fspath(source))
@@ -118,7 +118,7 @@ def _load(
     named = {each.name for each in known if each.kind is each.KEYWORD_ONLY}
     options = {name: kwargs.pop(name) for name in named & kwargs.keys()}
     groups = engine_of(store).groups
-    with intercepted(groups.file_memory) as mode:
+    with intercepted(groups.allocate_file_memory) as mode:
         result = load(source, **kwargs)
     loaded = result[0] if isinstance(result, tuple) else result  # with output_loading_info=True
     models = list(models_in(loaded).values())

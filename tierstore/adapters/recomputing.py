@@ -1,7 +1,7 @@
-"""Buffers that no checkpoint holds, computed again for a model that was built on the meta device.
+"""Recompute buffers that checkpoints do not hold, for models built on the meta device.
 
-Such as the tables of rotary embeddings: a model computes them when it is built, and under
-`torch.device("meta")` nothing comes of that.
+A model computes such buffers, for example rotary embedding tables, in its constructor; under
+`torch.device("meta")` they get no values.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _LISTED = 5
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor of a model, by its name there, and what it shall show."""
+    """A tensor of a model, its name, and the value to show."""
 
     name: str
     tensor: torch.Tensor
     shown: torch.Tensor
 
 
-def some(items: Iterable[str]) -> str:
-    """The first of the items, for a message, and how many more there are."""
+def first_few(items: Iterable[str]) -> str:
+    """Return the first items and the number of further ones, for a message."""
     listed = list(items)
     more = len(listed) - _LISTED
     return ", ".join(listed[:_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
-def recomputed(model: nn.Module) -> list[Value]:
-    """Non-persistent buffers on meta, such as the tables of rotary embeddings, with their values.
+def recompute_buffers(model: nn.Module) -> list[Value]:
+    """Return the non-persistent buffers on meta with their values. The model is not changed.
 
-    Only a library that initializes its models (`Library.initializer`) can compute them again.
-    Nothing of the model is changed.
+    They can be recomputed only with a library's initializer (`Library.initializer`). Raises
+    ValueError if any cannot.
     """
     values: list[Value] = []
     unknown: list[str] = []
@@ -55,9 +55,9 @@ def recomputed(model: nn.Module) -> list[Value]:
                 values.append(Value(name, buffer, value))
     if unknown:
         raise ValueError(
-            f"{some(unknown)}: on meta, and buffers that no checkpoint has; a "
-            f"{type(model).__name__} cannot compute them again. Build it under "
-            "accelerate.init_empty_weights(), which leaves buffers real"
+            f"{first_few(unknown)}: these buffers are on meta and not in any checkpoint, and "
+            f"{type(model).__name__} cannot recompute them. Build the model under "
+            "accelerate.init_empty_weights(), which keeps buffers real"
         )
     return values
 
@@ -65,7 +65,7 @@ def recomputed(model: nn.Module) -> list[Value]:
 def _with_initializers(
     module: nn.Module, prefix: str, init: Initializer | None
 ) -> Iterator[tuple[str, nn.Module, Initializer | None]]:
-    """All modules by name, with the initializer of the innermost model that has one."""
+    """Yield all modules by name, with the initializer of the innermost model that has one."""
     init = first_answer(Library.initializer, module) or init
     yield prefix, module, init
     for name, child in named_children_of(module):
@@ -73,9 +73,9 @@ def _with_initializers(
 
 
 def _values_of(module: nn.Module, init: Initializer | None) -> dict[str, torch.Tensor | None]:
-    """The module's own non-persistent buffers on meta: their values, or None where unknown.
+    """Return the values of a module's non-persistent buffers on meta; None for unknown ones.
 
-    A buffer counts as computed if what it held before makes no difference.
+    A buffer counts as computed if the result does not depend on its previous contents.
     """
     names = [
         name
@@ -87,7 +87,7 @@ def _values_of(module: nn.Module, init: Initializer | None) -> dict[str, torch.T
     try:
         with torch.no_grad(), torch.device("cpu"):
             zero, one = (_initialized(module, init, names, fill) for fill in (0, 1))
-    except Exception:  # whatever that code stumbled over, the advice is the same
+    except Exception:  # whatever the initializer raises, the advice is the same
         return dict.fromkeys(names)
     return {name: zero[name] if torch.equal(zero[name], one[name]) else None for name in names}
 
@@ -95,7 +95,7 @@ def _values_of(module: nn.Module, init: Initializer | None) -> dict[str, torch.T
 def _initialized(
     module: nn.Module, init: Initializer, names: list[str], fill: int
 ) -> dict[str, torch.Tensor]:
-    """The named buffers as the model's own code leaves them, if they held `fill` before."""
+    """Return the named buffers after the initializer ran on buffers filled with `fill`."""
     twin = _twin(module)
     for name, buffer in module._buffers.items():
         if buffer is not None and name in names:
@@ -107,7 +107,7 @@ def _initialized(
 
 
 def _twin(module: nn.Module) -> Any:
-    """The same module with tensors on meta: what initializes it changes nothing of the model."""
+    """Return a copy of the module with tensors on meta, so that the model itself is not changed."""
     twin: Any = type(module).__new__(type(module))
     twin.__dict__.update(module.__dict__)
     twin.__dict__["_buffers"] = {n: _on_meta(b) for n, b in module._buffers.items()}

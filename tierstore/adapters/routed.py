@@ -1,11 +1,11 @@
-"""Experts whose weights lie in stacks: those that a router chose are brought in, one by one.
+"""Experts with stacked weights: only the slices that the router has chosen are leased.
 
-The experts of a layer are one module whose parameters have a first dimension for the experts. Its
-forward is told which of them each token goes to, and looks the weights up: `stack[expert]` for one
-of them, `stack[experts]` for several, or all at once in a grouped product of matrices. Every slice
-of a stack is a group of the store. While the forward runs, the module's attribute is an
-`ExpertStack`, which brings in the slices that are asked for; which these will be is told to the
-store before. The parameter itself stays what it is: it shows all slices, where they lie on disk.
+The experts of a layer are one module whose parameters have the experts as their first dimension.
+The arguments of its forward route each token to experts, whose weights it reads as `stack[expert]`,
+as `stack[experts]`, or in a grouped matrix product. Each slice of a stack is a group of the store.
+During the forward, the module's attribute is an `ExpertStack`, which leases slices as they are
+read; the chosen slices are prefetched before. The parameter itself does not change: it shows all
+slices in a mapped view of its file.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import nn
 
 from tierstore.adapters.activations import Unpack
 from tierstore.adapters.binding import ParameterBinding
-from tierstore.adapters.codecs.memory import OF_THE_FORM
-from tierstore.adapters.forward import Arguments, refuse_to_go_back
+from tierstore.adapters.codecs.memory import METADATA_METHODS
+from tierstore.adapters.forward import Arguments, forbid_backward
 from tierstore.adapters.grouping import Unit
 from tierstore.adapters.nested import tensors_in
 from tierstore.adapters.saved import LeasedMemory, WeightHooks, pack_view
@@ -30,7 +30,7 @@ from tierstore.adapters.view_lifetime import ViewLease
 from tierstore.adapters.weight_groups import WeightGroups
 from tierstore.errors import UnknownKeyError
 from tierstore.store import engine_of
-from tierstore.torch_private import hooks_are_allowed
+from tierstore.torch_private import saved_tensor_hooks_allowed
 
 logger = logging.getLogger("tierstore.adapters")
 
@@ -41,7 +41,7 @@ Before = Callable[[Any, Any], Arguments]
 
 
 class Experts:
-    """The experts of one module: `stacks` has a binding for each attribute that is a stack."""
+    """The experts of one module, with an `ExpertStack` for each attribute that is a stack."""
 
     def __init__(
         self, module: nn.Module, groups: WeightGroups, stacks: Mapping[str, ParameterBinding]
@@ -52,8 +52,8 @@ class Experts:
         self._users: set[ExpertsContext] = set()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def announce(self, args: Any, kwargs: Any) -> None:
-        """Tell the store which experts come next, as the arguments of the forward say."""
+    def prefetch(self, args: Any, kwargs: Any) -> None:
+        """Prefetch the experts that the arguments of the forward choose."""
         given = [each for each in [*args, *kwargs.values()] if isinstance(each, torch.Tensor)]
         index = next((t for t in given if not (t.is_floating_point() or t.is_complex())), None)
         if index is not None and index.numel() and not self.groups.invalidated:
@@ -62,40 +62,40 @@ class Experts:
             known = [i for i in chosen if 0 <= i < len(stacks[0])]
             keys = [keys[i] for i in known for keys in stacks]
             engine = engine_of(self.groups.store)
-            engine.groups.expect_known(keys, engine.core.planner.tiers[0])
+            engine.groups.prefetch_existing(keys, engine.core.planner.tiers[0])
 
-    def announced_after(self, move: Before) -> Before:
-        """What is done before the forward: after `move`, the store is told."""
+    def prefetching_after(self, move: Before) -> Before:
+        """Return a function that applies `move` to the arguments, and then prefetches experts."""
 
         def before(args: Any, kwargs: Any) -> Arguments:
             moved = move(args, kwargs)
-            self.announce(*moved)
+            self.prefetch(*moved)
             return moved
 
         return before
 
-    def show(self, use: ExpertsContext) -> bool:
-        """Have the attributes be stacks while `use` lasts. False if the groups are over."""
+    def bind(self, context: ExpertsContext) -> bool:
+        """Replace the parameters by stacks for `context`. Return False if invalidated."""
         with self.groups.lock:
             begun = not self.groups.invalidated
             if begun:
-                self.groups.running.add(use)
-                self._users.add(use)
+                self.groups.running.add(context)
+                self._users.add(context)
                 self.module.__dict__.update(self.stacks)
         return begun
 
-    def hide(self, use: ExpertsContext) -> None:
-        """Have them be parameters, when nobody uses the stacks any more. May be repeated."""
+    def unbind(self, context: ExpertsContext) -> None:
+        """Restore the parameters when the last context ends. Can be repeated if interrupted."""
         with self.groups.lock:
-            self.groups.running.discard(use)
-            self._users.discard(use)
+            self.groups.running.discard(context)
+            self._users.discard(context)
             if not self._users:
                 for name in self.stacks:
                     self.module.__dict__.pop(name, None)
 
 
 def experts_of(unit: Unit, groups: WeightGroups) -> Experts | None:
-    """The experts of a unit, if it has stacks of them that are all in these groups."""
+    """Return the experts of a unit; None unless it has stacks that are all in these groups."""
     stacks = {name: groups.bindings([id(t)]) for name, t in unit.stacks.items()}
     if not stacks or not all(stacks.values()):
         return None
@@ -103,106 +103,108 @@ def experts_of(unit: Unit, groups: WeightGroups) -> Experts | None:
 
 
 class ExpertsContext:
-    """One run of a module of experts. See `tierstore.adapters.forward.ForwardContext`."""
+    """Context of one run of a module of experts. See `tierstore.adapters.forward`."""
 
     def __init__(self, experts: Experts) -> None:
         self._experts = experts
         self._leases: dict[str, tuple[str, ViewLease]] = {}
-        self._memory: dict[str, LeasedMemory] = {}  # by the same names: what is leased
+        self._memory: dict[str, LeasedMemory] = {}  # leased slices, by the same names
         self._hooks: Any = None
         self._outer: list[tuple[ExpertStack, ExpertsContext | None]] = []
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def begin(self) -> bool:
-        """Have slices come when they are asked for.
+        """Replace the parameters by stacks, which lease slices as they are read.
 
-        False if the model is not cut into these groups any more.
+        Returns False if these groups are no longer valid because the model was repartitioned.
         """
         experts, groups = self._experts, self._experts.groups
         edited = [s.binding for s in experts.stacks.values() if s.binding.edited]
         if edited:
-            groups.renew(edited)
-        if not experts.show(self):
-            groups.wait_until_renewed()
+            groups.rewrite(edited)
+        if not experts.bind(self):
+            groups.wait_for_rewrite()
             return False
         groups.loops.steps().note_chosen()
         for stack in experts.stacks.values():
-            self._outer.append((stack, stack.use))
-            stack.use = self
-        if torch.is_grad_enabled() and hooks_are_allowed():
+            self._outer.append((stack, stack.context))
+            stack.context = self
+        if torch.is_grad_enabled() and saved_tensor_hooks_allowed():
             hooks = WeightHooks(self._pack).hooks
             hooks.__enter__()
             self._hooks = hooks
         return True
 
     def _pack(self, tensor: torch.Tensor) -> Unpack | None:
-        """What brings a saved tensor back, if it is a view of a slice that is used."""
+        """Return an `Unpack` for a saved tensor that is a view of a leased slice; else None."""
         groups = self._experts.groups
         if tensor.device != groups.store.device:
             return None
         return pack_view(groups, self._memory.values(), tensor)
 
     def slice_of(self, stack: ExpertStack, expert: int) -> torch.Tensor:
-        """One expert's weight, on the device. Its memory is kept as long as somebody looks at it,
-        and until another one of the stack is asked for."""
+        """Return one expert's weight on the device.
+
+        Its memory is held until another expert of the stack is read, and while any view exists.
+        """
         while True:
             groups = self._experts.groups
             key = stack.keys()[expert]
             held = self._leases.get(stack.name)
             if held is None or held[0] != key:
-                self._let_go_of(stack.name)
-                as_of = groups.renewals
+                self._drop_slice(stack.name)
+                as_of = groups.generation
                 try:
                     lease = ViewLease(groups.store.acquire(key))
                 except UnknownKeyError:
-                    if groups.renewals == as_of:
+                    if groups.generation == as_of:
                         raise
-                    continue  # stored anew meanwhile
+                    continue  # rewritten meanwhile
                 self._leases[stack.name] = held = key, lease
                 ((name, tensor),) = lease.tensors.items()
                 if tensor.numel():
                     self._memory[stack.name] = LeasedMemory.of(tensor, stack.binding, key, name)
             return next(iter(held[1].tensors.values()))
 
-    def _let_go_of(self, name: str) -> None:
+    def _drop_slice(self, name: str) -> None:
         self._memory.pop(name, None)
         held = self._leases.pop(name, None)
         if held is not None:
             held[1].release()
 
     def finish(self, result: Any, given: Arguments) -> Any:
-        """After the forward. What it returns was computed, and is as it was."""
+        """End the context after the forward, and return its result unchanged."""
         tensors = list(tensors_in([result]))
         trained = any(s.binding.tensor.requires_grad for s in self._experts.stacks.values())
         if (trained or self._hooks is None) and any(t.grad_fn is not None for t in tensors):
-            refuse_to_go_back(tensors, given)
+            forbid_backward(tensors, given)
         self.end()
         return result
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def end(self) -> None:
-        """Put everything back. To be called again if it was interrupted."""
+        """Restore the parameters, and release all slices. Called again if it was interrupted."""
         hooks, self._hooks = self._hooks, None
         if hooks is not None:
             hooks.__exit__()
         while self._outer:
-            stack, use = self._outer[-1]
-            stack.use = use
+            stack, context = self._outer[-1]
+            stack.context = context
             self._outer.pop()
-        self._experts.hide(self)
+        self._experts.unbind(self)
         for name in list(self._leases):
-            self._let_go_of(name)
+            self._drop_slice(name)
 
 
 class _Current(threading.local):
-    use: ExpertsContext | None = None
+    context: ExpertsContext | None = None
 
 
 class ExpertStack:
-    """Stands for a parameter with a slice for each expert while its module runs.
+    """Replaces a parameter with one slice per expert while its module runs.
 
-    Slices come when they are asked for; of what else is asked, torch is told the whole, which is
-    put together for that. On a thread on which the module does not run, it is the parameter.
+    Indexing leases single slices. Any other operation gets the whole tensor, assembled for that
+    operation. On threads that do not run the module, it behaves as the parameter.
     """
 
     def __init__(
@@ -215,32 +217,36 @@ class ExpertStack:
         self._current = _Current()
 
     @property
-    def use(self) -> ExpertsContext | None:
-        """The run of the module on this thread."""
-        return self._current.use
+    def context(self) -> ExpertsContext | None:
+        """The context of the module's run on this thread; None if it does not run here."""
+        return self._current.context
 
-    @use.setter
-    def use(self, use: ExpertsContext | None) -> None:
-        self._current.use = use
+    @context.setter
+    def context(self, context: ExpertsContext | None) -> None:
+        self._current.context = context
 
     def keys(self) -> list[str]:
-        """The keys of the slices' groups, as the stack is stored now."""
+        """Return the keys of the slices' current groups."""
         return self._experts.groups.slices(self.binding)
 
     # As a tensor -------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """Where slices are."""
-        return self.binding.tensor.device if self.use is None else self._experts.groups.store.device
+        """Device of the slices."""
+        return (
+            self.binding.tensor.device
+            if self.context is None
+            else self._experts.groups.store.device
+        )
 
     @property
     def shape(self) -> torch.Size:
-        """That of the tensor."""
+        """Shape of the whole tensor."""
         return self._plain.shape
 
     def size(self, *dim: int) -> Any:
-        """That of the tensor."""
+        """Return the size of the whole tensor, or of one dimension."""
         return self._plain.size(*dim)
 
     def __len__(self) -> int:
@@ -253,12 +259,12 @@ class ExpertStack:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._plain, name)
-        if self.use is None or not callable(found) or name in OF_THE_FORM:
+        if self.context is None or not callable(found) or name in METADATA_METHODS:
             return found
         return getattr(self.whole(), name)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        if self.use is None:
+        if self.context is None:
             return self._plain[index]
         if isinstance(index, int):
             return self._slice(index)
@@ -271,36 +277,40 @@ class ExpertStack:
         return self.whole()[index]
 
     def transpose(self, first: int, second: int) -> Any:
-        """A stack of the transposed slices, if it is the last two dimensions that change places."""
-        if self.use is None or {first, second} not in _LAST_TWO or self.binding.tensor.dim() != 3:
+        """Return a stack of transposed slices if the last two dimensions are swapped."""
+        if (
+            self.context is None
+            or {first, second} not in _LAST_TWO
+            or self.binding.tensor.dim() != 3
+        ):
             return self.whole().transpose(first, second)
         other = ExpertStack(self._experts, self.name, self.binding, transposed=not self._transposed)
-        other.use = self.use
+        other.context = self.context
         return other
 
     @property
     def mT(self) -> Any:
-        """A stack of the transposed slices."""
+        """Stack of the transposed slices."""
         return self.transpose(-2, -1)
 
     def whole(self) -> torch.Tensor:
-        """All slices beside each other, in memory of their own."""
-        if self.use is None:
+        """Return a copy of the whole tensor, assembled from all slices."""
+        if self.context is None:
             return self._plain
-        _tell_of_the_whole(type(self._experts.module).__name__, self.name)
+        _warn_of_whole_stack(type(self._experts.module).__name__, self.name)
         slices = [self._slice(i).clone() for i in range(len(self))]
         return torch.stack(slices)
 
     def _slice(self, expert: int) -> torch.Tensor:
-        assert self.use is not None, "the module runs on this thread"
+        assert self.context is not None, "the module runs on this thread"
         number = expert + len(self) if expert < 0 else expert
         if not 0 <= number < len(self):
-            raise IndexError(f"there is no expert {expert} of {len(self)}")
-        found = self.use.slice_of(self, number)
+            raise IndexError(f"expert {expert} is out of range: there are {len(self)} experts")
+        found = self.context.slice_of(self, number)
         return found.transpose(-2, -1) if self._transposed else found
 
     def _gathered(self, index: torch.Tensor) -> torch.Tensor:
-        """The slices of several indices, as indexing a tensor copies them."""
+        """Return copies of the slices at several indices, as tensor indexing does."""
         tensor = self._plain
         out = torch.empty((*index.shape, *tensor.shape[1:]), dtype=tensor.dtype, device=self.device)
         for expert in index.unique().tolist():
@@ -325,12 +335,13 @@ class ExpertStack:
         offs: torch.Tensor,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """A grouped product of matrices, expert by expert: those without rows are not brought in.
+        """Compute a grouped matrix product expert by expert, skipping experts without rows.
 
-        Rows of `x` (rows, features in) up to each of `offs` (experts) go to one expert. Returns
-        (rows, features out); rows after the last of `offs` are zero.
+        `x` has shape (rows, in_features). `offs` has shape (experts,), and holds the end of each
+        expert's rows. Returns a tensor of shape (rows, out_features), in which rows after the last
+        offset are zero.
         """
-        if self.use is None:
+        if self.context is None:
             return func(x, self._plain, offs=offs, **kwargs)
         out = torch.zeros(x.shape[0], self.shape[-1], dtype=x.dtype, device=x.device)
         rows = torch.diff(offs, prepend=offs.new_zeros(1))
@@ -366,11 +377,11 @@ def _with_whole(value: Any) -> Any:
 
 
 @functools.cache
-def _tell_of_the_whole(module: str, name: str) -> None:
+def _warn_of_whole_stack(module: str, name: str) -> None:
     logger.warning(
-        "%s uses %s in a way that needs all experts at once: they are put together in memory that "
-        "no budget counts. With experts_implementation='eager' or 'grouped_mm', transformers uses "
-        "them one by one",
+        "%s uses %s in a way that needs all experts at once: they are assembled in memory that is "
+        "not counted in any budget. With experts_implementation='eager' or 'grouped_mm', "
+        "transformers uses them one at a time",
         module,
         name,
     )

@@ -1,15 +1,15 @@
-"""Saved-tensor hooks: autograd keeps a note of each weight, and the backward pass leases it again.
+"""Saved-tensor hooks that replace saved weights by references, leased again in backward.
 
-While a module runs with leased weights, `WeightHooks` are on. They replace each view of a leased
-weight that autograd saves by an `Unpack`: which weight it was, and how it was looked at. The
-backward pass calls that, and the weight is leased again (`BackwardLeases`). So the memory of a
-weight serves others between the passes, and gradients are the same to the last bit: the tensor that
-comes back has the same bytes, the same strides, and an alignment as good.
+While a module runs with leased weights, `WeightHooks` are active. They replace each view of a
+leased weight that autograd saves by an `Unpack`, which records the weight and the view's geometry.
+The backward pass calls it, and the weight is leased again (`BackwardLeases`). The weight's memory
+is free for other groups between the passes, and gradients are bit-equal: the restored tensor has
+the same bytes and strides, and at least the same alignment.
 
-Inference and training share all of it; a `LeaseOwner` says where a weight is leased again.
+Used for inference and training; a `LeaseOwner` leases the weights again.
 
-(FSDP2 of PyTorch frees and refills the storages themselves, `torch.distributed.fsdp`. That is as
-exact, but wants memory that can be resized, which neither a pool of pinned memory nor a map is.)
+(PyTorch's FSDP2, `torch.distributed.fsdp`, frees and refills the storages themselves. That is also
+exact, but needs resizable memory; neither a pool of pinned memory nor a map is resizable.)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from tierstore.adapters.activations import Unpack, packed_in_place
-from tierstore.adapters.activations.in_place import described, refuse_changed
+from tierstore.adapters.activations.in_place import check_unchanged, described
 from tierstore.adapters.binding import BindingPolicy, ParameterBinding
 from tierstore.adapters.codecs.memory import Geometry, address_of, geometry_of, span
 from tierstore.adapters.codecs.wrapper import WrapperCodec, is_wrapper
@@ -40,11 +40,11 @@ from tierstore.torch_private import (
 )
 
 _CAST = "ToCopyBackward0"
-"""Name of a cast's node in autograd."""
+"""Name of the autograd node of a cast."""
 
 
 class WeightHooks:
-    """Take the weights out of what autograd saves, and pass the rest on to the hooks before."""
+    """Hooks that replace weights among saved tensors, and pass other tensors to the outer hooks."""
 
     def __init__(self, pack_view: PackView) -> None:
         self._pack_view = pack_view
@@ -52,7 +52,7 @@ class WeightHooks:
 
     @property
     def hooks(self) -> Any:
-        """Hooks to enter. Kept nowhere: they keep us, and what was around us."""
+        """New hooks to enter. Not cached: they hold a reference to this object."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -67,8 +67,10 @@ class WeightHooks:
         return packed_in_place(tensor)
 
     def _pack_weight(self, tensor: torch.Tensor) -> Unpack | None:
-        """Return what brings a saved tensor back, if it is a view of a leased weight, or of such a
-        weight's cast, as autocast makes them: the weight is then cast again."""
+        """Return an `Unpack` for a view of a leased weight, or of its cast; else None.
+
+        Autocast makes such casts; the `Unpack` casts the weight again.
+        """
         if is_wrapper(tensor):
             return self._pack_parts(tensor)
         if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout is not torch.strided:
@@ -83,7 +85,7 @@ class WeightHooks:
         return functools.partial(_cast_again, weight, geometry_of(cast), geometry_of(tensor))
 
     def _pack_parts(self, tensor: torch.Tensor) -> Unpack | None:
-        """Return what brings a tensor back that consists of others, if a leased weight is in it."""
+        """Return an `Unpack` for a wrapper tensor with a leased weight inside; else None."""
         codec = WrapperCodec()
         parts = codec.flatten(tensor)
         found = {name: self._pack_weight(part) for name, part in parts.items()}
@@ -98,9 +100,11 @@ class WeightHooks:
         return unpack()
 
 
-def other_hooks_are_on() -> bool:
-    """Tell whether another library's saved-tensor hooks are on. A module around this one whose own
-    weights are in use has ours on."""
+def other_hooks_active() -> bool:
+    """Return whether saved-tensor hooks of another library are active.
+
+    Hooks of this library are skipped: an enclosing module whose weights are in use has them active.
+    """
     top = saved_tensor_hooks()
     while top is not None and isinstance(getattr(top[0], "__self__", None), WeightHooks):
         outer: WeightHooks = top[0].__self__  # type: ignore[attr-defined]
@@ -109,11 +113,11 @@ def other_hooks_are_on() -> bool:
 
 
 def _cast_in(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The leaf that a saved tensor is a cast of, or a view of one, and the cast."""
+    """Return the leaf and its cast if a saved tensor is a cast of a leaf, or a view of one."""
     base = base_of(tensor)
     cast = tensor if base is None else base
     node = cast.grad_fn
-    if node is None or node.name() != _CAST or version_of(cast):  # it was changed since
+    if node is None or node.name() != _CAST or version_of(cast):  # changed since the cast
         return None
     leaf = getattr(node.next_functions[0][0], "variable", None)
     if leaf is None or leaf.device != cast.device:
@@ -123,15 +127,15 @@ def _cast_in(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
 
 @torch.no_grad()
 def _cast_again(weight: Unpack, cast: Geometry, geometry: Geometry) -> torch.Tensor:
-    """A view of a weight's cast: the same bytes, laid out in the same way."""
+    """Cast a weight again, and return a view with the same bytes and layout as the saved one."""
     return geometry.within(cast.empty().copy_(weight()))
 
 
-# Which weight it was ------------------------------------------------------------------------------
+# Views of weights ---------------------------------------------------------------------------------
 
 
 class LeasedMemory(NamedTuple):
-    """Leased memory: which tensor `name` of group `key` it holds, and the binding of the weight."""
+    """Memory of a leased tensor: `name` in group `key`, and the binding of the weight."""
 
     start: int
     stop: int
@@ -141,7 +145,7 @@ class LeasedMemory(NamedTuple):
 
     @staticmethod
     def of(tensor: torch.Tensor, binding: ParameterBinding, key: str, name: str) -> LeasedMemory:
-        """Return that of a tensor that is not empty."""
+        """Return the memory of a tensor, which must not be empty."""
         start = address_of(tensor)
         return LeasedMemory(start, start + span(tensor), binding, key, name)
 
@@ -152,12 +156,12 @@ class LeaseOwner(Protocol):
     def lease_again(self, memory: LeasedMemory) -> Mapping[str, torch.Tensor]:
         """Return the tensors of the memory's group, on the device, for a backward pass.
 
-        Raises RuntimeError if the weight is not what it was.
+        Raises RuntimeError if the weight has changed.
         """
 
 
 class SavedViews:
-    """Recognizes views of the weights that one use of a unit has leased."""
+    """Recognizes views of the weights leased for one run of a unit."""
 
     def __init__(
         self,
@@ -173,7 +177,7 @@ class SavedViews:
         self._stop = max((each.stop for each in self._leased), default=0)
 
     def pack(self, tensor: torch.Tensor) -> Unpack | None:
-        """Return what brings a saved tensor back, if it is a view of a weight that is leased."""
+        """Return an `Unpack` for a saved tensor that is a view of a leased weight; else None."""
         if not self._start <= address_of(tensor) < self._stop or tensor.device != self._device:
             return None
         return pack_view(self._owner, self._leased, tensor)
@@ -182,7 +186,7 @@ class SavedViews:
 def pack_view(
     owner: LeaseOwner, leased: Iterable[LeasedMemory], tensor: torch.Tensor
 ) -> Unpack | None:
-    """Return what brings a saved tensor back, if it is a view of leased memory on its device."""
+    """Return an `Unpack` for a saved tensor that is a view of leased memory; else None."""
     address = address_of(tensor)
     for each in leased:
         if each.start <= address < each.stop:
@@ -202,33 +206,36 @@ def _view_again(
     geometry: Geometry,
     description: str,
 ) -> torch.Tensor:
-    """Return a view of a weight, as it was saved at this `version`: `origin` is where the weight
-    began in the storage of the view. Raises RuntimeError if the weight is not what it was."""
+    """Lease a weight again, and return the view that was saved at `version`.
+
+    `origin` is the offset of the weight in the storage of the view, in bytes. Raises RuntimeError
+    if the weight has changed.
+    """
     binding = memory.binding
     if binding.policy is not BindingPolicy.MUTABLE:
         if binding.tensor.requires_grad:
-            refuse_backward()
-        version = binding.version  # a change has become another group since, and counts anew
-    refuse_changed(description, version_of(binding.tensor), version)
+            raise_on_backward()
+        version = binding.version  # a changed weight has another group, so `lease_again` raises
+    check_unchanged(description, version_of(binding.tensor), version)
     return geometry.within(owner.lease_again(memory)[memory.name], origin)
 
 
-def refuse_backward(*gradients: Any) -> None:
-    """Raise the error of a backward pass through weights that are away."""
+def raise_on_backward(*gradients: Any) -> None:
+    """Raise the error for a backward pass through weights that have been released."""
     raise RuntimeError(
         "this backward needs weights that have left the device since the forward: they are in a "
-        "tierstore. Run the forward under torch.no_grad() if no gradient is wanted. To train a few "
-        "weights, freeze the others before (model.requires_grad_(False)); to train all, make it an "
-        "ordinary model first (tierstore.disable_offload(model))"
+        "tierstore. If no gradient is needed, run the forward under torch.no_grad(). To train a "
+        "few weights, freeze the others first (model.requires_grad_(False)); to train all, make it "
+        "an ordinary model first (tierstore.disable_offload(model))"
     )
 
 
 class BackwardLeases:
-    """The groups that a backward pass used last: up to `limit` of them (None: all) stay leased
-    until it is over.
+    """Leases of the groups that a backward pass used last, released when it ends.
 
-    The oldest is released before another one is leased, so that a backward pass never waits for
-    itself. Tensors that somebody still looks at stay until nobody does.
+    At most `limit` groups (None: all) stay leased. The oldest lease is released before a new one is
+    taken, so a backward pass never waits for itself. Memory with live views is freed with the last
+    view.
     """
 
     def __init__(self, lease: Callable[[str], TensorLease], limit: int | None) -> None:
@@ -238,9 +245,9 @@ class BackwardLeases:
         self._lock = threading.RLock()
 
     def tensors(self, key: str) -> Mapping[str, torch.Tensor]:
-        """Return the tensors of a group, on the device for as long as anybody looks at them.
+        """Return the tensors of a group on the device, valid as long as any view of them exists.
 
-        Raises what leasing raises.
+        Raises the errors of the lease.
         """
         with self._lock:
             if (found := self._leases.get(key)) is not None:

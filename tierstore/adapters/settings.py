@@ -1,4 +1,4 @@
-"""How a model is offloaded: the arguments of `enable_group_offload` and of `dispatch_model`."""
+"""Settings of an offloaded model, from `enable_group_offload` and `dispatch_model` arguments."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from typing import Any
 from torch import nn
 
 from tierstore.adapters.compat import hints_of
-from tierstore.adapters.grouping import Cutting, sizes_for
+from tierstore.adapters.grouping import Partitioner, sizes_for
 from tierstore.store import TierStore
 
-ON_DEVICE, IN_RAM, ANYWHERE = "device", "cpu", "disk"
-"""Where a weight should stay between its uses: for good on the device; in RAM, given up last; or
-wherever the store finds it best."""
+ON_DEVICE, STICKY, ANYWHERE = "device", "cpu", "disk"
+"""Places of a weight in a device map.
+
+Permanently on the device; in RAM, evicted last; or wherever the store chooses.
+"""
 
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """The settings of one offloading. None leaves a choice to the budgets, or to hints of the
-    model's class.
+    """Settings of one offloaded model. None defers to the budgets, or to hints of the model class.
 
-    `places` has pairs of a name and one of the places above; the longest name that leads to a
-    tensor counts. With `dispatched`, every module's inputs come to the device, and what the model
-    returns goes to the device of what it was given. Modules whose class is named in `whole` use
-    the weights of their children without calling them.
+    `places` pairs name prefixes with one of the places above; the longest matching prefix applies.
+    With `dispatched`, every module's inputs are moved to the device, and the model's outputs to the
+    device of its inputs. Modules whose class is named in `whole` use the weights of their children
+    without calling them.
     """
 
     offload_type: str = "block_level"
@@ -38,11 +39,11 @@ class OffloadSettings:
     places: tuple[tuple[str, str], ...] = (("", ANYWHERE),)
     whole: frozenset[str] = frozenset()
 
-    def cutting(self, model: nn.Module, store: TierStore) -> Cutting:
-        """Return how a model is cut into units and groups, given the store's budgets."""
+    def partitioner(self, model: nn.Module, store: TierStore) -> Partitioner:
+        """Return the partitioner for a model, with group sizes from the store's budgets."""
         sizes = sizes_for(self.offload_type, store, model)
         blocks = self.block_modules
-        return Cutting(
+        return Partitioner(
             self.offload_type,
             self.group_size or sizes.group,
             hints_of(model).blocks if blocks is None else blocks,
@@ -58,7 +59,7 @@ class OffloadSettings:
 
 
 def place_of(places: Mapping[str, str], name: str) -> str | None:
-    """Return the place of a tensor: that of the longest of the names that lead to it."""
+    """Return the place of a tensor, given by its longest matching prefix; None if there is none."""
     while name not in places:
         if not name:
             return None
@@ -69,8 +70,11 @@ def place_of(places: Mapping[str, str], name: str) -> str | None:
 def check_arguments(
     function: str, given: Mapping[str, Any], replaced: Mapping[str, str], harmless: Collection[str]
 ) -> None:
-    """Raise TypeError for an argument of another library's function that the store replaces, and
-    for one that the function does not have. One that says nothing is left out."""
+    """Raise TypeError for arguments that the store replaces, and for unknown arguments.
+
+    `replaced` and `harmless` name arguments of another library's function. A falsy value of a
+    replaced argument, and any value of a harmless one, is ignored.
+    """
     for name, value in given.items():
         if name in replaced:
             if value:

@@ -1,9 +1,9 @@
-"""Which parameters of an offloaded model are trained: they stay on the device.
+"""Detect the trained parameters of an offloaded model, which stay on the device.
 
-Whoever fine-tunes a model freezes most of it. So parameters that require grad are taken to be
-trained once the model runs with gradients enabled, where frozen ones have more bytes. In a model
-that was only loaded everything requires grad, but for what cannot (quantised weights) and a table
-here and there: all of it is offloaded. So is an adapter that is loaded to generate with it.
+Fine-tuning freezes most of a model. Parameters that require grad therefore count as trained once
+the model runs with gradients enabled, provided that frozen parameters have more bytes. In a model
+that was only loaded, everything requires grad except quantised weights and a few tables, so all of
+it is offloaded; so is an adapter that is loaded only for generation.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from tierstore.adapters.offloaded import OffloadedModel
 
 
-class Trained:
-    """The `parameters` of a model that are trained, as it was when it was looked at last. Until
-    then, nothing is `known` of it."""
+class TrainedParameters:
+    """The trained `parameters` of a model, as of the last `refresh`. `known` is False before."""
 
     def __init__(self, root: nn.Module) -> None:
         self._root = root
@@ -37,12 +36,14 @@ class Trained:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that are not gone: a parameter that was replaced is not kept for this."""
+        """The trained parameters that still exist; weak references do not keep replaced ones."""
         return [found for reference in self._references if (found := reference()) is not None]
 
-    def look(self) -> bool:
-        """Before a run with gradients enabled: see what is trained now. Returns whether that, or
-        which modules are computed again in parts in a backward pass, is not what it was."""
+    def refresh(self) -> bool:
+        """Detect what is trained, before a run with gradients enabled. Return whether it changed.
+
+        A change of the modules that a backward pass recomputes in parts also counts.
+        """
         modules = modules_of(self._root)
         recomputing = [module for module in modules if recomputes(module)]
         parameters = _trained(p for module in modules for p in parameters_of(module, recurse=False))
@@ -51,8 +52,8 @@ class Trained:
         self._references = list(map(weakref.ref, parameters))
         return not same
 
-    def forget(self) -> None:
-        """Nothing of it is trained until it is looked at again."""
+    def reset(self) -> None:
+        """Treat nothing as trained until the next `refresh`."""
         self.known, self._references = False, []
 
     @property
@@ -61,29 +62,34 @@ class Trained:
         return [id(parameter) for parameter in self.parameters]
 
 
-class Merging:
-    """What stands in for `merge`, by which adapters add what was trained to weights that are away:
-    it goes where they are."""
+class MergePatch:
+    """Replacement for `merge`, with which adapters add trained weights to offloaded ones.
 
-    def __init__(self, trained: Trained, offloaded: OffloadedModel) -> None:
+    Moves the trained weights back to the CPU first, where the offloaded ones are.
+    """
+
+    def __init__(self, trained: TrainedParameters, offloaded: OffloadedModel) -> None:
         self._trained = trained
         self._offloaded = offloaded
 
     def __call__(self, method: MethodPatch, args: Any, kwargs: Any) -> Any:
-        if self._trained.parameters:  # else an earlier layer has had them put away
-            self._trained.forget()
+        if self._trained.parameters:  # else the merge of an earlier layer has moved them
+            self._trained.reset()
             self._offloaded.changed = True
             with torch.no_grad():
-                self._offloaded.look()
+                self._offloaded.refresh()
         return method.original(*args, **kwargs)
 
 
-class FollowingStates:
-    """Has optimizers keep the states of what is trained where it is: they may have loaded them
-    before it came to the device. Until it is removed, or the model is gone."""
+class OptimizerStateMover:
+    """Moves optimizer states to the device of their trained parameters before each step.
 
-    def __init__(self, trained: Trained) -> None:
-        reference = weakref.ref(trained)  # torch has the hook until it is removed
+    An optimizer may have loaded its states before the parameters moved to the device. Active until
+    it is removed or the model is freed.
+    """
+
+    def __init__(self, trained: TrainedParameters) -> None:
+        reference = weakref.ref(trained)  # torch holds the hook until it is removed
 
         def hook(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             known = reference()
@@ -95,20 +101,22 @@ class FollowingStates:
         self._end.atexit = False
 
     def remove(self) -> None:
-        """Leave states where they are."""
+        """Stop moving states."""
         self._end()
 
 
 def _is_elsewhere(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> bool:
-    """Whether states of a parameter are not on its device. Steps, which are counted in scalars, are
-    where each optimizer wants them."""
+    """Return whether optimizer states of a parameter are on another device.
+
+    Scalars, such as step counts, are ignored: each optimizer chooses their device.
+    """
     states = optimizer.state.get(parameter, {})
     tensors = [value for value in states.values() if isinstance(value, torch.Tensor)]
     return any(value.device != parameter.device for value in tensors if value.dim())
 
 
 def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Those that require grad, if that is not most of them."""
+    """Return the parameters that require grad, if they have fewer bytes than the frozen ones."""
     each = {id(parameter): parameter for parameter in parameters}.values()
     wanting = [parameter for parameter in each if parameter.requires_grad]
     frozen = [parameter for parameter in each if not parameter.requires_grad]
@@ -117,5 +125,5 @@ def _trained(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _may_be_trained(parameter: torch.Tensor) -> bool:
-    """Whether somebody chose that it is frozen: integers and what is quantised always are."""
+    """Return whether a parameter could require grad, unlike integer and quantised ones."""
     return is_movable(parameter) and parameter.is_floating_point()

@@ -1,4 +1,4 @@
-"""Leases whose tensors keep their memory for as long as anybody looks at them."""
+"""Leases that keep their memory as long as any view of their tensors exists."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tierstore.model.locks import RLock, guarded
 
 
 class Holder:
-    """Keeps the memory that tensors show. It goes with the last of them."""
+    """Holds the memory of tensors. It is freed with the last of them."""
 
     def __init__(self, memory: object) -> None:
         self.memory = memory
 
 
 class TensorLease(Protocol):
-    """Tensors of a group, to be used until they are released."""
+    """Leased tensors of a group."""
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -33,9 +33,9 @@ class TensorLease(Protocol):
 
 
 class ViewLease:
-    """The tensors of a lease, which ends when nobody looks at any of them.
+    """A lease that ends when no view of its tensors exists.
 
-    Autograd, and whoever else comes by, may keep a view of a weight. What it looks at stays.
+    Autograd and other code may keep views of a weight; their memory stays valid.
     """
 
     def __init__(self, lease: Lease) -> None:
@@ -46,41 +46,40 @@ class ViewLease:
         weakref.finalize(holder, lease.abandon).atexit = False
 
     def release(self) -> None:
-        """Release it. If nobody else looks at its tensors, the lease is over now."""
+        """Release the tensors. The lease ends now, or with the last remaining view."""
         self.tensors = {}
         if self._holder() is None:
             self._lease.release()
 
 
 class HostViews:
-    """Host views in use where they are: there is no room to lease their group."""
+    """Host views used in place of a lease, if the group does not fit."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self.tensors = tensors
 
     def release(self) -> None:
-        """Nothing is leased."""
+        """Do nothing, as there is no lease."""
 
 
 class Allowance:
-    """Bytes that may be taken up to a limit, and that finalizers give back in the middle of
-    anything."""
+    """A count of bytes in use, up to a limit. Finalizers can release bytes at any point."""
 
     def __init__(self) -> None:
         self._taken = 0
-        self._given_back: deque[int] = deque()
+        self._released: deque[int] = deque()
         self._lock = RLock()
 
     @guarded
     def take(self, nbytes: int, limit: int | None) -> bool:
-        """Whether so many bytes more are within the limit; if so, they are taken."""
-        while self._given_back:
-            self._taken -= self._given_back.popleft()
+        """Take bytes if the limit allows it. Return whether they were taken."""
+        while self._released:
+            self._taken -= self._released.popleft()
         if limit is not None and self._taken + nbytes > limit:
             return False
         self._taken += nbytes
         return True
 
-    def give_back(self, nbytes: int) -> None:
-        """So many bytes are not needed any more."""
-        self._given_back.append(nbytes)
+    def release(self, nbytes: int) -> None:
+        """Return bytes to the allowance."""
+        self._released.append(nbytes)

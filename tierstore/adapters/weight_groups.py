@@ -1,4 +1,4 @@
-"""The tensors of an offloaded model that are in groups of a store, and their changes."""
+"""Groups of an offloaded model's tensors in a store, and the handling of changed tensors."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tierstore.adapters.codecs.memory import address_of, span, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.contents import tensors_of
 from tierstore.adapters.grouping import GroupPlan, Unit
-from tierstore.adapters.kept_memory import KeptMemory
-from tierstore.adapters.operations import not_looked_at
+from tierstore.adapters.operations import without_interception
+from tierstore.adapters.retained_memory import RetainedMemory
 from tierstore.adapters.saved import BackwardLeases, LeasedMemory
 from tierstore.adapters.unit_context import CurrentPass, UnitWeights
 from tierstore.adapters.view_lifetime import ViewLease
@@ -35,17 +35,20 @@ from tierstore.torch_private import in_backward
 Change = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Kind(Enum):
-    """How a group is stored: by its content, in the order of use or not, or as what changes all
-    the time, and maybe is in its place already."""
+class StorageKind(Enum):
+    """Storage of a group."""
 
     WEIGHTS = auto()
+    """By content; its order of use is learned."""
     ROUTED = auto()
+    """By content; data choose when it is used."""
     CHANGING = auto()
+    """As a mutable group, as its values change all the time."""
     IN_PLACE = auto()
+    """As a mutable group whose tensors are already in its memory."""
 
 
-_renewals = itertools.count(1)
+_numbers = itertools.count(1)
 
 
 def _watch_of(bindings: list[ParameterBinding]) -> WriteWatch:
@@ -53,11 +56,11 @@ def _watch_of(bindings: list[ParameterBinding]) -> WriteWatch:
 
 
 class WeightGroups:
-    """The groups of one model, from when it was cut into groups until it is so no more.
+    """The groups of one model, for as long as it keeps one partition.
 
-    `groups` maps their keys to the names of the tensors in each. `lock` guards what the tensors
-    show; `renewals` tells how often any of them went to other groups. Once it is `invalidated`,
-    nothing is bound any more. Who holds `renewing` may change which groups there are.
+    `groups` maps their keys to tensor names. `lock` guards the bindings of the tensors.
+    `generation` increases each time tensors move to other groups. Once the groups are
+    `invalidated`, nothing is bound any more. Hold `groups_lock` to add, replace or remove groups.
     """
 
     def __init__(
@@ -65,48 +68,48 @@ class WeightGroups:
         store: TierStore,
         prefix: str,
         groups: dict[str, list[str]],
-        renewing: threading.RLock,
+        groups_lock: threading.RLock,
     ) -> None:
         self.store = store
         self.prefix = prefix
         self.groups = groups
         self.lock = threading.RLock()
-        self.renewals = 0
+        self.generation = 0
         self.invalidated = False
         self.lease = store.acquire
         self.current = CurrentPass()
         self.backward_leases = BackwardLeases(lambda key: ViewLease(store.acquire(key)), 1)
         self.loops = engine_of(store).loops
-        self._renewing = renewing
+        self._groups_lock = groups_lock
         self._bindings: dict[int, ParameterBinding] = {}
         self._wrapped: dict[int, WrappedTensor] = {}
         self._members: dict[str, list[ParameterBinding]] = {}
-        self.running: set[object] = set()  # uses of slices
-        self._slices: dict[int, tuple[str, list[str]]] = {}  # of what, by the id of its binding
-        self._routed: set[int] = set()  # the ids of tensors in groups that data choose
-        self._changing: set[str] = set()  # keys of groups that are stored as changing
-        self._in_ram: set[str] = set()  # names of tensors
+        self.running: set[object] = set()  # contexts that use slices
+        self._slices: dict[int, tuple[str, list[str]]] = {}  # binding id: its key, slice keys
+        self._routed: set[int] = set()  # ids of tensors in groups that data choose
+        self._changing: set[str] = set()  # keys of groups stored as changing
+        self._sticky: set[str] = set()  # names of tensors to evict last
         self._freed = FreedMemory()
         self._watched: list[ParameterBinding] = []
         self._watch: WriteWatch | None = None
 
-    # Which there are ---------------------------------------------------------------------------
+    # Groups and bindings -----------------------------------------------------------------------
 
     def register(
-        self, plans: Iterable[GroupPlan], in_ram: set[str], wrapped: Iterable[WrappedTensor]
+        self, plans: Iterable[GroupPlan], sticky: set[str], wrapped: Iterable[WrappedTensor]
     ) -> None:
-        """Put tensors into the store in these groups; those named `in_ram` should stay in RAM.
+        """Put these groups into the store; groups of only `sticky` names are evicted last.
 
-        `wrapped` are the model's tensors that consist of some of them.
+        `wrapped` are the model's wrapper tensors made of some of them.
         """
-        self._in_ram = in_ram
+        self._sticky = sticky
         space = AddressSpace()
-        kept = KeptMemory(space)
+        kept = RetainedMemory(space)
         names: set[str] = set()
         for plan in bar(plans, self.prefix, "groups"):
             key = unused(f"{self.prefix}/{plan.name}", names)
             kept.note(plan.tensors)
-            kind = Kind.ROUTED if plan.routed else Kind.WEIGHTS
+            kind = StorageKind.ROUTED if plan.routed else StorageKind.WEIGHTS
             host_views = self._put(key, plan.tensors, space, kind=kind)
             members = [
                 ParameterBinding(t, key, name, host_views[name]) for name, t in plan.tensors.items()
@@ -116,7 +119,7 @@ class WeightGroups:
             if plan.routed:
                 self._routed.update(map(id, plan.tensors.values()))
             self._freed.add(sum(map(tensor_bytes, host_views.values())))
-        self._freed.give_back()
+        self._freed.release()
         kept.log(self.prefix)
         for each in wrapped:
             if all(id(leaf) in self._bindings for leaf in each.leaves.values()):
@@ -128,20 +131,22 @@ class WeightGroups:
         tensors: Mapping[str, torch.Tensor],
         space: AddressSpace | None,
         casts: Mapping[str, torch.dtype] = NO_CASTS,
-        kind: Kind = Kind.WEIGHTS,
+        kind: StorageKind = StorageKind.WEIGHTS,
     ) -> dict[str, torch.Tensor]:
-        """Put a group into the store. Returns what its tensors show while away."""
-        self.groups[key] = list(tensors)  # first: what is interrupted is discarded in the end
+        """Put a group into the store, and return the host views of its tensors."""
+        self.groups[key] = list(tensors)  # first: if this is interrupted, `discard` removes it
         engine = engine_of(self.store)
         try:
-            if kind in (Kind.CHANGING, Kind.IN_PLACE):
+            if kind in (StorageKind.CHANGING, StorageKind.IN_PLACE):
                 cast = {name: t.to(casts.get(name, t.dtype)) for name, t in tensors.items()}
-                host_views = engine.mutable_groups.put(key, cast, in_place=kind is Kind.IN_PLACE)
+                host_views = engine.mutable_groups.put(
+                    key, cast, in_place=kind is StorageKind.IN_PLACE
+                )
             else:
-                order = UseOrder.ROUTED if kind is Kind.ROUTED else UseOrder.LEARNED
+                order = UseOrder.ROUTED if kind is StorageKind.ROUTED else UseOrder.LEARNED
                 host_views = engine.groups.register(key, tensors, space, casts, order)
-            if self._in_ram.issuperset(tensors):
-                self.store.keep(key)
+            if self._sticky.issuperset(tensors):
+                self.store.make_sticky(key)
         except BaseException:
             if key not in self.store:
                 del self.groups[key]
@@ -149,11 +154,11 @@ class WeightGroups:
         return host_views
 
     def slices(self, binding: ParameterBinding) -> list[str]:
-        """The keys of groups that hold a tensor's slices along its first dimension, in order.
+        """Return the keys of the groups of a tensor's slices along its first dimension, in order.
 
-        The group that holds all of it is used no more, but for the tensor to show something.
+        The group of the whole tensor is kept only for its host view.
         """
-        with self._renewing:
+        with self._groups_lock:
             found = self._slices.get(id(binding))
             if found is None or found[0] != binding.key:
                 for key in () if found is None else found[1]:
@@ -165,46 +170,48 @@ class WeightGroups:
             return found[1]
 
     def _put_slices(self, binding: ParameterBinding) -> list[str]:
-        """Put slices into groups of their own. May be repeated if interrupted."""
+        """Put each slice into its own group. Can be repeated if interrupted."""
         space = AddressSpace()
         names = [f"{binding.name}[{i}]" for i in range(len(binding.host_view))]
         for name, part in zip(names, binding.host_view, strict=True):
             if f"{binding.key}/{name}" not in self.groups:
-                self._put(f"{binding.key}/{name}", {name: part}, space, kind=Kind.ROUTED)
+                self._put(f"{binding.key}/{name}", {name: part}, space, kind=StorageKind.ROUTED)
         return [f"{binding.key}/{name}" for name in names]
 
     def keys_of(self, unit: Unit) -> list[str]:
-        """The keys of the groups that a unit uses at once, each once."""
+        """Return the keys of the groups that a unit uses at once, each once."""
         bindings = self.bindings(map(id, unit.tensors.values()))
         if unit.stacks:
             return [self._slices[id(b)][1][0] for b in bindings if id(b) in self._slices]
         return list({b.key: None for b in bindings})
 
     def tensor_ids(self) -> set[int]:
-        """The ids of the tensors in the groups, and of those that consist of them."""
+        """Return the ids of the tensors in the groups, and of the wrappers made of them."""
         alive = {number for number, binding in self._bindings.items() if binding.alive}
         return alive | self._wrapped.keys()
 
     @property
     def wrapped(self) -> Mapping[int, WrappedTensor]:
-        """The model's tensors that consist of others, by their ids."""
+        """The model's wrapper tensors, by id."""
         return self._wrapped
 
     def wrapped_of(self, bindings: Iterable[ParameterBinding]) -> list[WrappedTensor]:
-        """Those that consist of some of these tensors."""
+        """Return the wrapper tensors made of some of these tensors."""
         own = {binding.number for binding in bindings}
         return [w for w in self._wrapped.values() if any(id(t) in own for t in w.leaves.values())]
 
     def values_of(self, wrapped: WrappedTensor) -> dict[str, torch.Tensor]:
-        """What its leaves are, in memory that nobody uses again."""
+        """Return the values of a wrapper's leaves, in memory that is not reused."""
         found = {name: self._bindings[id(leaf)] for name, leaf in wrapped.leaves.items()}
         with self.lock:
             values = {name: each.value(each.tensor).detach() for name, each in found.items()}
         return values
 
     def bindings_for(self, tensor: torch.Tensor) -> Iterable[ParameterBinding]:
-        """Those of a tensor of the model, or of what it consists of. One that is used in slices,
-        which may be larger than a budget, has none."""
+        """Return the bindings of a tensor of the model, or of a wrapper's leaves.
+
+        Empty for a tensor used in slices, which may be larger than a budget.
+        """
         found = self._bindings.get(id(tensor))
         if found is not None:
             return () if id(found) in self._slices else (found,)
@@ -212,12 +219,12 @@ class WeightGroups:
         return () if wrapped is None else self.bindings(map(id, wrapped.leaves.values()))
 
     def bindings(self, tensors: Iterable[int]) -> list[ParameterBinding]:
-        """Those of the tensors (by id) that are in the groups."""
+        """Return the bindings of those tensors (by id) that are in the groups."""
         found = [self._bindings[each] for each in tensors if each in self._bindings]
         return [binding for binding in found if binding.alive]
 
     def bindings_of(self, module: nn.Module, *, recurse: bool = True) -> list[ParameterBinding]:
-        """Those of a part of the model, each once."""
+        """Return the bindings of a part of the model, each once."""
         held: dict[int, None] = {}
         for tensor in tensors_of(module, recurse=recurse):
             wrapped = self._wrapped.get(id(tensor))
@@ -226,7 +233,7 @@ class WeightGroups:
 
     @property
     def in_use(self) -> bool:
-        """Whether anything of them is shown at this moment, or slices of them are used."""
+        """True while a tensor is bound to leased memory, or slices of one are in use."""
         shown = any(binding.user is not None for binding in self._bindings.values())
         return shown or bool(self.running)
 
@@ -239,7 +246,7 @@ class WeightGroups:
         return UnitWeights(self, bindings, [] if on_cpu else wrapped, wrapped)
 
     def begin_pass(self) -> bool:
-        """Release what a backward pass that raised has left. There is a pass to note."""
+        """Release the leases left by a backward pass that raised. Return True, to record a pass."""
         if not in_backward():
             self.backward_leases.release_all()
         return True
@@ -247,7 +254,7 @@ class WeightGroups:
     def lease_again(self, memory: LeasedMemory) -> Mapping[str, torch.Tensor]:
         """Return the tensors of the memory's group, on the device, for a backward pass.
 
-        Raises RuntimeError if the group has been stored again since.
+        Raises RuntimeError if the group has been rewritten since.
         """
         try:
             if self.invalidated or memory.key not in self.groups:
@@ -255,30 +262,30 @@ class WeightGroups:
             return self.backward_leases.tensors(memory.key)
         except UnknownKeyError:
             raise RuntimeError(
-                f"this backward needs {memory.binding.name}, which no tierstore has any more as it "
-                "was in the forward: weights were changed since, or the model was cut into groups "
-                "anew. Run the forward again"
+                f"this backward needs {memory.binding.name} as it was in the forward, but the "
+                "tierstore no longer has that value: the weights were changed since, or the model "
+                "was repartitioned. Run the forward again"
             ) from None
 
     # Changed weights ---------------------------------------------------------------------------
 
-    def renew_written(self) -> None:
-        """Store the groups anew that were written to since the last time."""
-        if self._watch is None:  # it looks at all that was written since there are these host_views
+    def rewrite_written(self) -> None:
+        """Rewrite the groups that were written to since the last call."""
+        if self._watch is None:  # a new watch reports all writes since the host views were made
             self._watched = [
                 b for b in self._bindings.values() if b.policy is not BindingPolicy.WRITE_BACK
             ]
             self._watch = _watch_of(self._watched)
         written = [self._watched[i] for i in self._watch.written()]
-        # Nobody watches those.
+        # WRITE_BACK tensors are not watched.
         written += [b for b in self._bindings.values() if b.policy is BindingPolicy.WRITE_BACK]
         if written:
-            self.renew(written)
+            self.rewrite(written)
 
-    def renew_edited(self, keys: set[str]) -> None:
-        """Of these groups, store those anew that were edited in any way, if they are not in use.
+    def rewrite_edited(self, keys: set[str]) -> None:
+        """Rewrite those of the groups that were edited and are not in use.
 
-        If somebody else renews any at this moment, it is left to the next run: nobody waits.
+        Does not wait: if another thread is rewriting groups, the edit is left to the next run.
         """
         members = [b for key in keys for b in self._members.get(key, ())]
         written = {members[i] for i in _watch_of(members).written()}
@@ -288,52 +295,55 @@ class WeightGroups:
             if b.edited
             or ((b in written or b.policy is BindingPolicy.WRITE_BACK) and b.user is None)
         ]
-        if edited and self._renewing.acquire(blocking=False):
+        if edited and self._groups_lock.acquire(blocking=False):
             try:
-                self.renew(edited)
+                self.rewrite(edited)
             finally:
-                self._renewing.release()
+                self._groups_lock.release()
 
-    def wait_until_renewed(self) -> None:
-        """Returns when the model is not being cut anew, or made an ordinary one."""
-        with self._renewing:
+    def wait_for_rewrite(self) -> None:
+        """Wait while the model is being repartitioned, or made an ordinary one."""
+        with self._groups_lock:
             pass
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
-    def renew(self, edited: list[ParameterBinding]) -> None:
-        """Store the groups of changed tensors anew; what did not change in them is not written."""
-        with self._renewing, not_looked_at():
-            for keys in self._become_one(edited):
+    def rewrite(self, edited: list[ParameterBinding]) -> None:
+        """Rewrite the groups of changed tensors. Unchanged tensors in them are not written."""
+        with self._groups_lock, without_interception():
+            for keys in self._merge_tied(edited):
                 members = [b for key in keys for b in self._members.get(key, [])]
                 with self.lock:
                     if not members or any(b.user is not None for b in members):
-                        continue  # they are in use: noticed again before the next one
-                    # Aliases: on another thread, the tensors may show leased memory soon.
+                        continue  # in use: detected again before the next use
+                    # Take aliases: another thread may bind the tensors to leased memory soon.
                     values = {b.name: b.tensor.detach() for b in members}
                 if members[0].number not in self._routed:
                     note_changes([b for b in members if b in edited], members, values)
-                self._store_anew(keys[0], members, values)
+                self._replace_group(keys[0], members, values)
                 for key in keys[1:]:
                     self._members.pop(key, None)
                     self._changing.discard(key)
                     self.store.discard(key)
                     del self.groups[key]
-            self._freed.give_back()
+            self._freed.release()
 
-    def _become_one(self, edited: list[ParameterBinding]) -> list[list[str]]:
-        """The groups of edited tensors. Where one was given memory that a tensor of another group
-        shows (`a.data = b.data`), both are one group from now on: they stay tied."""
+    def _merge_tied(self, edited: list[ParameterBinding]) -> list[list[str]]:
+        """Return the groups of edited tensors, as lists of keys to merge into one group each.
+
+        Groups are merged if a tensor was pointed at the memory of another group's tensor
+        (`a.data = b.data`): the two stay tied.
+        """
         sets = {key: [key] for key in dict.fromkeys(binding.key for binding in edited)}
-        given = [b for b in edited if b.was_given_memory and b.number not in self._routed]
+        given = [b for b in edited if b.was_reassigned and b.number not in self._routed]
         spans = [(address_of(b.tensor), address_of(b.tensor) + span(b.tensor), b) for b in given]
         for other in self._bindings.values() if spans else ():
             if other.user is not None or other.number in self._routed:
                 continue
             start = address_of(other.tensor)
-            stop = start + span(other.tensor)
+            invalidate = start + span(other.tensor)
             for first, last, binding in spans:
-                if start < last and first < stop and other.key != binding.key:
+                if start < last and first < invalidate and other.key != binding.key:
                     joined = sets[binding.key]
                     joined += [k for k in sets.get(other.key, [other.key]) if k not in joined]
                     sets.update(dict.fromkeys(joined, joined))
@@ -342,27 +352,28 @@ class WeightGroups:
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def convert(self, change: Change) -> None:
-        """Apply `change` to every plain tensor, group by group: of what changes, one is in
-        memory."""
+        """Apply `change` to every plain tensor, with one changed group in memory at a time."""
         parts = {id(leaf) for each in self._wrapped.values() for leaf in each.leaves.values()}
-        with self._renewing:
-            self.renew([b for b in self._bindings.values() if b.edited])
+        with self._groups_lock:
+            self.rewrite([b for b in self._bindings.values() if b.edited])
             for key in bar(list(self._members), "Converting", "groups"):
                 members = self._members[key]
                 values = {
                     b.name: b.tensor if b.number in parts else change(b.tensor) for b in members
                 }
                 if any(values[b.name] is not b.tensor for b in members):
-                    self._store_anew(key, members, values)
-            self._freed.give_back()
+                    self._replace_group(key, members, values)
+            self._freed.release()
 
     @torch.inference_mode(mode=False)
     @torch.no_grad()
     def cast(self, dtypes: Mapping[int, torch.dtype]) -> None:
-        """Give tensors (by id) other dtypes, group by group. What was cast from the same files
-        before is neither read nor written."""
-        with self._renewing:
-            self.renew([b for b in self._bindings.values() if b.edited])
+        """Cast tensors (by id) to other dtypes, group by group.
+
+        A group cast from the same files before is neither read nor written.
+        """
+        with self._groups_lock:
+            self.rewrite([b for b in self._bindings.values() if b.edited])
             space = AddressSpace()
             for key in bar(list(self._members), "Converting", "groups"):
                 members = self._members[key]
@@ -373,10 +384,10 @@ class WeightGroups:
                 }
                 if casts:
                     values = {b.name: b.tensor.detach() for b in members}
-                    self._store_anew(key, members, values, space, casts)
-            self._freed.give_back()
+                    self._replace_group(key, members, values, space, casts)
+            self._freed.release()
 
-    def _store_anew(
+    def _replace_group(
         self,
         old: str,
         members: list[ParameterBinding],
@@ -384,26 +395,28 @@ class WeightGroups:
         space: AddressSpace | None = None,
         casts: Mapping[str, torch.dtype] = NO_CASTS,
     ) -> None:
-        """Replace a group by one of these values, which are taken out of the dict; by two if some
-        of its tensors are changing, and others are not."""
+        """Replace a group by one with these values, which are popped from the dict.
+
+        If only some of its tensors are changing, these get a separate group.
+        """
         changing = [b for b in members if b.policy is BindingPolicy.WRITE_BACK]
         steady = [b for b in members if b.policy is not BindingPolicy.WRITE_BACK]
         moved: dict[str, list[ParameterBinding]] = {}
         host_views: dict[str, torch.Tensor] = {}
         for part in filter(None, (changing, steady)):
             own = {b.name: values.pop(b.name) for b in part}
-            kind = Kind.ROUTED if part[0].number in self._routed else Kind.WEIGHTS
+            kind = StorageKind.ROUTED if part[0].number in self._routed else StorageKind.WEIGHTS
             if part is changing:
                 in_place = old in self._changing and not casts
                 in_place = in_place and all(b.is_in_place(own[b.name]) for b in part)
-                kind = Kind.IN_PLACE if in_place else Kind.CHANGING
-            key = old if kind is Kind.IN_PLACE else _renewed(old, self.groups)
+                kind = StorageKind.IN_PLACE if in_place else StorageKind.CHANGING
+            key = old if kind is StorageKind.IN_PLACE else _next_key(old, self.groups)
             host_views |= self._put(key, own, space, casts, kind)
             moved[key] = part
         self._changing.update(key for key, part in moved.items() if part is changing)
         try:
             self._move_members(old, moved, host_views)
-        except BaseException:  # when some show the one group, and some the other: do it again
+        except BaseException:  # interrupted with tensors in both groups: finish the move
             self._move_members(old, moved, host_views)
             raise
         self._freed.add(sum(map(tensor_bytes, host_views.values())))
@@ -418,10 +431,10 @@ class WeightGroups:
         moved: Mapping[str, list[ParameterBinding]],
         host_views: Mapping[str, torch.Tensor],
     ) -> None:
-        """Let the tensors be in other groups. May be repeated if interrupted."""
+        """Move the tensors to other groups. Can be repeated if interrupted."""
         self._watch = None
         with self.lock:
-            self.renewals += 1
+            self.generation += 1
             self._members.pop(old, None)
             for key, members in moved.items():
                 for binding in members:
@@ -430,35 +443,35 @@ class WeightGroups:
 
     # The end -----------------------------------------------------------------------------------
 
-    def end_use(self) -> bool:
-        """Have nothing shown from now on. False if something is at this moment."""
+    def invalidate_if_idle(self) -> bool:
+        """Invalidate the groups unless one is in use. Return whether they are invalidated."""
         with self.lock:
             self.invalidated = not self.in_use
             return self.invalidated
 
-    def stop(self) -> None:
-        """Have nothing shown from now on, whatever is."""
+    def invalidate(self) -> None:
+        """Invalidate the groups, even if some are in use."""
         with self.lock:
             self.invalidated = True
 
     def discard(self) -> None:
-        """Let the tensors keep what they show while away. The store forgets the groups."""
+        """Discard the groups from the store. The tensors keep showing their host views."""
         for binding in self._bindings.values():
-            if not binding.edited:  # otherwise it shows what somebody gave it
+            if not binding.edited:  # an edited tensor keeps its new value
                 assign(binding.tensor, binding.host_view)
         self._bindings.clear()
         self._wrapped.clear()
         self._members.clear()
         self._slices.clear()
         self.backward_leases.release_all()
-        with suppress(ClosedError):  # in a child process, too, where the store is of no use
+        with suppress(ClosedError):  # also raised in a child process, where the store is unusable
             for key in self.groups:
                 if key in self.store:
                     self.store.discard(key)
         self.groups.clear()
 
 
-def _renewed(key: str, taken: Collection[str]) -> str:
-    """A key for what takes the place of a group."""
-    names = (f"{key.partition('~')[0]}~{number}" for number in _renewals)
+def _next_key(key: str, taken: Collection[str]) -> str:
+    """Return an unused key for the replacement of a group."""
+    names = (f"{key.partition('~')[0]}~{number}" for number in _numbers)
     return next(name for name in names if name not in taken)

@@ -1,9 +1,9 @@
-"""Tensors of a model that consist of others, such as quantised weights: the others are offloaded.
+"""Wrapper tensors, such as quantised weights, whose inner tensors are offloaded.
 
-See `tierstore.adapters.codecs`. The tensor stays the same object and consists of the same ones,
-which show other memory while they are in use. Nothing has to be done to it where the store's device
-is the CPU. On an accelerator it would still say that it is on the CPU, so that another one, around
-the same memory, takes its place meanwhile.
+See `tierstore.adapters.codecs`. The wrapper stays the same object with the same inner tensors,
+which show leased memory while in use. If the store's device is the CPU, the wrapper needs no
+change. On an accelerator it would still report the CPU as its device, so it is exchanged with a new
+wrapper around the same memory while in use.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from tierstore.adapters.contents import tensors_of
 
 
 class WrappedTensor:
-    """One of them, and its `leaves` by their names."""
+    """A wrapper tensor, and its `leaves` by name."""
 
-    __slots__ = ("_looks", "_other", "_users", "leaves", "tensor")
+    __slots__ = ("_getters", "_other", "_users", "leaves", "tensor")
 
     def __init__(self, tensor: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> None:
         self.tensor = tensor
         self.leaves = leaves
-        self._looks = [(attrgetter(name), leaf) for name, leaf in leaves.items() if name]
+        self._getters = [(attrgetter(name), leaf) for name, leaf in leaves.items() if name]
         self._users: set[object] = set()
         self._other: torch.Tensor | None = None
 
     @property
-    def intact(self) -> bool:
-        """Whether it is in use, or still consists of these very leaves."""
+    def valid(self) -> bool:
+        """True if the wrapper is in use, or still has these very leaves."""
         if self._users:
             return True
         try:
-            return all(look(self.tensor) is leaf for look, leaf in self._looks)
+            return all(get(self.tensor) is leaf for get, leaf in self._getters)
         except AttributeError:
             return False
 
-    def show(self, use: object) -> None:
-        """Its leaves are on an accelerator while `use` lasts."""
+    def bind(self, user: object) -> None:
+        """Exchange the wrapper for one on the accelerator, for the context `user`."""
         if not self._users and is_wrapper(self.tensor):
             self._other = rebuilt(self.tensor, leaves_of(self.tensor))
             exchange(self.tensor, self._other)
-        self._users.add(use)
+        self._users.add(user)
 
-    def put_back(self, use: object) -> None:
-        """The use is over, and the leaves go back. May be repeated if interrupted."""
-        self._users.discard(use)
+    def unbind(self, user: object) -> None:
+        """Restore the wrapper when its last context ends. Can be repeated if interrupted."""
+        self._users.discard(user)
         if self._users or self._other is None:
             return
-        if self.tensor.device.type != "cpu":  # otherwise an interrupt came after the exchange
+        if self.tensor.device.type != "cpu":  # else an interrupted call has exchanged it already
             exchange(self.tensor, self._other)
         self._other = None
 
 
 def wrapped_tensors(tensors: Iterable[torch.Tensor]) -> list[WrappedTensor]:
-    """Those that consist of others which a store can hold, each once."""
+    """Return the wrapper tensors whose leaves a store can hold, each once."""
     found = []
     for tensor in dict((id(t), t) for t in tensors).values():
         leaves = movable_leaves(tensor)
@@ -69,7 +69,7 @@ def wrapped_tensors(tensors: Iterable[torch.Tensor]) -> list[WrappedTensor]:
 
 
 def leaf_ids(module: nn.Module, *, recurse: bool) -> set[int]:
-    """The ids of the leaves of a module's parameters and buffers."""
+    """Return the ids of the leaves of a module's parameters and buffers."""
     return {
         id(leaf)
         for tensor in tensors_of(module, recurse=recurse)

@@ -1,4 +1,4 @@
-"""LOOK: `tierstore-inspect`, which shows and tidies a store's directory without a running store."""
+"""LOOK: `tierstore-inspect`, which inspects and cleans a store's directory without a store."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import sys
 
 
 def main() -> None:
-    """The command's entry point. Nothing is imported before it is called."""
+    """Run `tierstore-inspect`. Imports are deferred until this call."""
     try:
         from tierstore.cli.commands import inspector
     except KeyboardInterrupt:
         sys.exit(130)
 
     if hasattr(sys.stdout, "reconfigure"):
-        # A key that the terminal's encoding does not know is shown as an escape.
+        # Characters that the terminal's encoding lacks are printed as escapes.
         sys.stdout.reconfigure(errors="backslashreplace")
     inspector.main(prog_name="tierstore-inspect")

@@ -1,4 +1,4 @@
-"""`python -m tierstore.cli` is `tierstore-inspect`."""
+"""Run `tierstore-inspect` as `python -m tierstore.cli`."""
 
 from tierstore.cli import main
 

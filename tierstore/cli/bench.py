@@ -23,7 +23,7 @@ def _size(text: str) -> int:
 
     nbytes = options.parsed_bytes(text)
     if nbytes < SMALLEST:
-        raise click.BadParameter(f"{text!r} is too little: use {size(SMALLEST)} at least.")
+        raise click.BadParameter(f"{text!r} is too small: use at least {size(SMALLEST)}.")
     return nbytes
 
 
@@ -39,25 +39,25 @@ def _size(text: str) -> int:
     help="Size of the file to write and read.",
 )
 def bench(directory: str, nbytes: int, as_json: bool) -> None:
-    """Measure the disk that DIR lies on, and remember its speed for `plan`.
+    """Measure the disk of DIR, and save its speed for `plan`.
 
-    Writes a file twice and reads it five times, past the page cache, which takes some seconds or
-    longer. The file has no name, so that it never stays behind. The last measurement of a disk is
-    remembered, whatever its --size.
+    Writes a file twice and reads it five times, bypassing the page cache, which takes a few seconds
+    or more. The file has no name, so it is never left behind. Each measurement of a disk replaces
+    the previous one, whatever its --size.
     """
     from tierstore.tiers.disk_speed import ROUNDS, known_speed, measure, remember
 
-    _check_room(directory, nbytes)
+    _check_space(directory, nbytes)
     started = time.monotonic()
     with transfer_errors("measuring the disk of", path=directory):
-        found = measure(directory, nbytes, functools.partial(byte_bar, at_once=True))
+        found = measure(directory, nbytes, functools.partial(byte_bar, immediately=True))
     seconds = time.monotonic() - started
     former = known_speed(directory)
-    kept: Path | None = None
+    saved: Path | None = None
     try:
-        kept = remember(directory, found.read)
+        saved = remember(directory, found.read)
     except OSError as error:
-        remark(f"It could not be remembered: {error}")
+        remark(f"The result could not be saved: {error}")
     if as_json:
         print_json(
             {
@@ -68,34 +68,34 @@ def bench(directory: str, nbytes: int, as_json: bool) -> None:
                 "writes": {"new": round(found.new), "again": round(found.again)},
                 "nbytes": nbytes,
                 "seconds": round(seconds, 3),
-                "remembered_in": None if kept is None else str(kept),
-                "replaced": None if kept is None or former is None else round(former),
+                "remembered_in": None if saved is None else str(saved),
+                "replaced": None if saved is None or former is None else round(former),
             }
         )
         return
     read, new, again = (size(each, Units.DECIMAL) for each in (found.read, found.new, found.again))
     data(f"reads     {read}/s")
-    data(f"writes    {new}/s into a new file, {again}/s over what is there")
+    data(f"writes    {new}/s into a new file, {again}/s over existing data")
     if not found.direct:
-        remark("This file system refuses direct reads: everything goes through the page cache.")
+        remark("This file system does not support direct I/O: all reads go through the page cache.")
     remark(f"Wrote {size(nbytes)} twice and read it {ROUNDS} times, in {seconds:.1f} s.")
-    if kept is not None:
-        instead = f" instead of {size(former, Units.DECIMAL)}/s" if former else ""
-        remark(f"What it reads is remembered for this disk{instead}, in {kept}.")
+    if saved is not None:
+        replaced = f", replacing {size(former, Units.DECIMAL)}/s," if former else ""
+        remark(f"The read speed of this disk was saved{replaced} in {saved}.")
 
 
-def _check_room(directory: str, nbytes: int) -> None:
+def _check_space(directory: str, nbytes: int) -> None:
     advice = "Name a directory on the disk to measure."
     try:
         free = shutil.disk_usage(directory).free
     except OSError as error:
-        raise Failure(f"{directory} cannot be looked at: {error.strerror}", advice) from error
+        raise Failure(f"{directory} cannot be accessed: {error.strerror}", advice) from error
     if not os.path.isdir(directory):
-        raise Failure(f"{directory} is no directory", advice)
+        raise Failure(f"{directory} is not a directory", advice)
     if free < 2 * nbytes:
         raise Failure(
-            f"too little room: {size(free)} are free there, and at least "
-            f"{size(2 * nbytes)} must be, of which half stays free",
+            f"not enough disk space: {size(free)} free, {size(2 * nbytes)} needed, of which half "
+            "stays free",
             "Measure with a smaller --size, or free some space.",
             Code.UNEXPECTED,
         )

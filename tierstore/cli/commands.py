@@ -20,33 +20,33 @@ from tierstore.cli.trace import trace
 from tierstore.cli.verify import verify
 from tierstore.errors import StoreLockedError, TierStoreError, TransferError
 from tierstore.model.formatting import printable
-from tierstore.model.urls import without_secrets
+from tierstore.model.urls import redact_secrets
 from tierstore.system.machine import version_of
 
 SECTIONS: dict[str, dict[click.Command, str]] = {
-    "Look at a store": {
+    "Inspect a store": {
         list_groups: "List the groups: key, tensors, size, age, state.",
         show: "List the tensors of one group.",
         disk_use: "Show the disk space of directories.",
-        verify: "Check every group; --repair moves damage away.",
+        verify: "Check every group; --repair quarantines damage.",
     },
     "Remove": {
         remove_groups: "Delete groups for good.",
         prune: "Delete temporary files of crashed processes.",
     },
     "Measure and predict": {
-        bench: "Measure the disk that DIR lies on.",
-        plan: "Predict a model's speed at some budgets.",
-        replay: "Predict a recorded run at other budgets.",
-        trace: "Summarize a recorded run, and draw it.",
+        bench: "Measure the disk of a directory.",
+        plan: "Predict the speed of a model by budget.",
+        replay: "Simulate a recorded run with other budgets.",
+        trace: "Summarize or draw a recorded run.",
     },
-    "See what runs": {
+    "Monitor": {
         list_workers: "List services and their workers.",
-        top: "Show what a service or a store does now.",
+        top: "Show the activity of services or stores.",
         environment: "Describe this machine, for bug reports.",
     },
 }
-"""All commands, each with a summary of less than half a line."""
+"""Commands by section, each with a summary that fits half a line."""
 
 
 _CODES = {StoreLockedError: Code.LOCKED, TransferError: Code.UNEXPECTED}
@@ -57,10 +57,10 @@ def _may_be_directory(text: str) -> bool:
 
 
 class Inspector(click.Group):
-    """The command with its exit codes. A directory in place of a command means `ls`."""
+    """The main command. A directory in place of a subcommand means `ls`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Prepend `ls` to a directory."""
+        """Insert `ls` before a directory."""
         first = args[0] if args else "--help"
         if first not in self.commands and first not in ("-h", "--help", "--version"):
             if not ctx.resilient_parsing and not _may_be_directory(first):
@@ -79,12 +79,12 @@ class Inspector(click.Group):
                 formatter.write_dl([(name.ljust(width), summary) for name, summary in rows])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> options.Items:
-        """Complete commands, or else directories, which stand for `ls`."""
+        """Complete commands, or directories if none matches."""
         found = super().shell_complete(ctx, incomplete)
         return found or options.complete_directories(ctx, None, incomplete)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a command and exit with its code."""
+        """Run a command, and exit with its code."""
         kwargs["standalone_mode"] = False
         try:
             outcome = super().main(*args, **kwargs)
@@ -99,12 +99,12 @@ class Inspector(click.Group):
             remark(failure.advice)
             code = failure.code
         except TierStoreError as error:
-            remark(f"Error: {without_secrets(str(error))}")
+            remark(f"Error: {redact_secrets(str(error))}")
             codes = (code for kind, code in _CODES.items() if isinstance(error, kind))
             code = next(codes, Code.USAGE)
         except OSError as error:
             remark(f"Error: {error}")
-            remark("Check that there is room for the output, and try again.")
+            remark("Check that the output has disk space, and try again.")
             code = Code.UNEXPECTED
         sys.exit(int(code))
 
@@ -120,8 +120,8 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="\b\n"
     "Exit codes:\n"
-    "  0 done, 1 unexpected failure, 2 wrong usage (or DIR is no store), 3 damage\n"
-    "  found, 4 no such key, 11 the directory is in use by a live process",
+    "  0 success, 1 unexpected failure, 2 wrong usage (or DIR is not a store),\n"
+    "  3 damage found, 4 no such key, 11 a live process uses the directory",
 )
 @click.option(
     "--version",
@@ -132,11 +132,11 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
     help="Print the version and exit.",
 )
 def inspector() -> None:
-    """Inspect, verify and tidy the directory of a store.
+    """Inspect, verify and clean up the directory of a store.
 
     `tierstore-inspect DIR` is short for `tierstore-inspect ls DIR`. An optional [DIR] defaults to
-    the directory of stores that name none: TIERSTORE_DIR, or one in your cache. Only `prune`, `rm`
-    and `verify --repair` change anything.
+    $TIERSTORE_DIR, or to the default directory in your cache. Only `prune`, `rm` and
+    `verify --repair` change a store.
     """
 
 

@@ -12,7 +12,7 @@ import click
 from tierstore.cli import options
 from tierstore.cli.output import Code, Column, Document, Failure, data, draw, print_json, remark
 from tierstore.cli.remote import is_url, list_files
-from tierstore.cli.rows import count_by_state, count_stray, existing_groups, group_row, item_rows
+from tierstore.cli.rows import count_by_state, count_foreign, existing_groups, group_row, item_rows
 from tierstore.inspection.survey import Contents, Group, survey, total
 from tierstore.model.formatting import ago, count, size
 from tierstore.model.groups import TensorSpec, contiguous_stride
@@ -28,7 +28,7 @@ _NUMBERS = re.compile(r"([0-9]{1,18})")
 
 def _natural(text: str) -> list[tuple[int, str]]:
     """Sort layer 2 before layer 10."""
-    parts = _NUMBERS.split(text)  # text and numbers in turn
+    parts = _NUMBERS.split(text)  # text and numbers alternate
     return [(int(part), "") if i % 2 else (0, part) for i, part in enumerate(parts)]
 
 
@@ -50,13 +50,19 @@ _GROUPS = (
 
 @options.command("ls", "ls offload", "ls offload --sort size --limit 10", "ls offload --json")
 @options.default_directory_argument
-@click.option("--sort", type=click.Choice(list(_SORTING)), default="key", show_default=True)
 @click.option(
-    "--limit", type=click.IntRange(min=0), help="Number of groups to show (default: all)."
+    "--sort",
+    type=click.Choice(list(_SORTING)),
+    default="key",
+    show_default=True,
+    help="Order of the groups.",
+)
+@click.option(
+    "--limit", type=click.IntRange(min=0), help="Show at most this many groups (default: all)."
 )
 @click.option(
     "--prefix",
-    help="Beginning of the keys to show.",
+    help="Show only groups whose keys start with this.",
     shell_complete=options.complete_prefixes,
 )
 @paused()
@@ -65,8 +71,8 @@ def list_groups(
 ) -> None:
     """List the groups: key, tensors, dtypes, size, age and state.
 
-    Reads headers and file sizes; `verify --data` reads the tensors too. DIR may be the URL of a
-    checkpoint in an object store (s3://bucket/model/), whose files are listed then.
+    Reads only headers and file sizes; `verify --data` also reads the tensors. If DIR is the URL of
+    a checkpoint in an object store (s3://bucket/model/), lists its files.
     """
     if is_url(directory):
         list_files(directory, as_json=as_json)
@@ -82,7 +88,7 @@ def list_groups(
                 **_totals(contents),
                 "groups": rows,
                 "temporary": item_rows(directory, contents.temporary),
-                "stray": item_rows(directory, contents.stray),
+                "stray": item_rows(directory, contents.foreign),
             }
         )
         return
@@ -91,11 +97,11 @@ def list_groups(
         draw(_GROUPS, [{**row, "name": name} for row, name in zip(rows, names, strict=True)])
     data(_summary(contents, len(shown)))
     if contents.unusable:
-        remark(f"See what is wrong with: tierstore-inspect verify {directory}")
+        remark(f"For details, run: tierstore-inspect verify {directory}")
 
 
 def _totals(contents: Contents) -> Document:
-    """Count and add up a directory. `reclaimable` is what `prune` removes, and no more."""
+    """Return the totals of a directory. `reclaimable` is what `prune` removes."""
     damaged = [group.item for group in contents.damaged]
     return {
         "directory": os.path.abspath(contents.directory),
@@ -104,7 +110,7 @@ def _totals(contents: Contents) -> Document:
         "nbytes": total(group.item for group in contents.groups),
         "reclaimable": {"count": len(contents.temporary), "nbytes": total(contents.temporary)},
         "damaged": {"count": len(damaged), "nbytes": total(damaged)},
-        "quarantine": {"count": len(contents.put_away), "nbytes": total(contents.quarantine)},
+        "quarantine": {"count": len(contents.quarantined), "nbytes": total(contents.quarantine)},
         "locked_by": contents.locked_by,
         "free": contents.free,
     }
@@ -114,7 +120,7 @@ def _summary(contents: Contents, shown: int) -> str:
     groups, nbytes = len(contents.groups), total(group.item for group in contents.groups)
     parts = [f"{count(groups, 'group')}, {size(nbytes)}"]
     if not (groups or contents.temporary or contents.quarantine):
-        parts.append("nothing is kept here: checkpoints are read where they lie")
+        parts.append("nothing stored here: checkpoints are used in place")
     if shown < groups:
         parts.append(f"{shown:,} shown")
     if contents.unusable:
@@ -122,11 +128,11 @@ def _summary(contents: Contents, shown: int) -> str:
     if contents.temporary:
         temporary = count(len(contents.temporary), "temporary file")
         parts.append(f"{temporary} ({size(total(contents.temporary))})")
-    if contents.stray:
-        parts.append(count_stray(len(contents.stray)))
+    if contents.foreign:
+        parts.append(count_foreign(len(contents.foreign)))
     if contents.quarantine:
         nbytes = total(contents.quarantine)
-        parts.append(f"{len(contents.put_away):,} in quarantine ({size(nbytes)})")
+        parts.append(f"{len(contents.quarantined):,} in quarantine ({size(nbytes)})")
     if contents.locked_by:
         parts.append(f"in use by {contents.locked_by}")
     parts.append(f"{size(contents.free)} free")
@@ -148,7 +154,7 @@ _TENSORS = (
 
 
 _SELDOM = ("STRIDE", "TIED")
-"""Columns that are left out if they are empty."""
+"""Columns that are omitted if they are empty."""
 
 
 @options.command("show", "show offload transformer/blocks.3", "show offload latents --json")
@@ -163,11 +169,11 @@ _SELDOM = ("STRIDE", "TIED")
 def show(context: click.Context, names: tuple[str, ...], as_json: bool) -> None:
     """List the tensors of one group.
 
-    OFFSET is the position of a tensor in the file. Tensors with the same number under TIED share
-    memory. STRIDE is shown for tensors whose elements are not in order.
+    OFFSET is the position of a tensor in the file, in bytes. Tensors with the same number under
+    TIED share memory. STRIDE is shown for tensors that are not contiguous.
     """
     if len(names) > 2:
-        raise click.UsageError("One KEY only: a key with spaces in it must be quoted.")
+        raise click.UsageError("Give one KEY. Quote a key that contains spaces.")
     *named, key = names
     directory = options.named_or_default(context, named[0] if named else None)
     (group,) = existing_groups(directory, [options.key(key)])
@@ -175,7 +181,7 @@ def show(context: click.Context, names: tuple[str, ...], as_json: bool) -> None:
         reason = group.problem.reason if group.problem else "it cannot be read"
         raise Failure(
             f"the group {key!r} is {group.state}: {reason}",
-            "Put the group again; this removes what is left of it: tierstore-inspect rm",
+            "Put the group again, or remove it with: tierstore-inspect rm",
             Code.DAMAGED,
         )
     rows, about = _tensor_rows(group.stored), group_row(os.path.abspath(directory), group)
@@ -183,17 +189,17 @@ def show(context: click.Context, names: tuple[str, ...], as_json: bool) -> None:
         print_json({**about, "tensors": rows})
         return
     if rows:
-        told = [c for c in _TENSORS if c.title not in _SELDOM or any(map(c.cell, rows))]
-        draw(told, rows)
+        shown = [c for c in _TENSORS if c.title not in _SELDOM or any(map(c.cell, rows))]
+        draw(shown, rows)
     tensors = count(len(rows), "tensor")
     data(f"{tensors}, {size(about['nbytes'])} in {about['path']}")
 
 
 def _tensor_rows(stored: StoredObject) -> list[Document]:
-    """Describe the tensors of a stored group, by their order in the file.
+    """Describe the tensors of a stored group, in their order in the file.
 
     `offset` is in bytes from the start of the file; `xxh3` is the checksum of the tensor's storage.
-    Tensors of one group with the same number in `tied` share some of it.
+    Tensors with the same number in `tied` share bytes.
     """
     packing = stored.packing
     rows: list[Document] = []
@@ -219,7 +225,7 @@ def _tensor_rows(stored: StoredObject) -> list[Document]:
 
 
 def _overlapping(views: Iterable[TensorSpec]) -> list[list[TensorSpec]]:
-    """Cluster the tensors of one storage: those that share bytes, or are joined by one."""
+    """Group the tensors of one storage that share bytes, directly or through others."""
     clusters: list[list[TensorSpec]] = []
     end = 0
     for view in sorted(views, key=lambda view: view.offset):
@@ -250,9 +256,9 @@ _DIRECTORIES = (
 def disk_use(context: click.Context, named: tuple[str, ...], as_json: bool) -> None:
     """Show the disk space of each directory, and how much of it can be freed.
 
-    RECLAIMABLE is what `prune` would delete: temporary files left by crashed processes. Damaged
-    objects, which `prune --damaged` deletes, count as OBJECTS. QUARANTINE is what `verify --repair`
-    moved there. Files that tierstore did not write are not counted.
+    RECLAIMABLE is the size of the temporary files of crashed processes, which `prune` deletes.
+    Damaged objects, which `prune --damaged` deletes, count as OBJECTS. QUARANTINE is the size of
+    the objects moved there by `verify --repair`. Foreign files are not counted.
     """
     directories = named or (options.named_or_default(context, None),)
     rows = [{**_totals(survey(d)), "file_system": machine.file_system_of(d)} for d in directories]
@@ -277,13 +283,13 @@ def disk_use(context: click.Context, named: tuple[str, ...], as_json: bool) -> N
     "directory",
     metavar="DIR",
     default=".",
-    help="A directory on the disk to describe.",
+    help="Directory on the disk to describe.",
     shell_complete=options.complete_directories,
 )
 def environment(directory: str, as_json: bool) -> None:
     """Describe this machine and its packages, for bug reports."""
     if not os.path.isdir(directory):
-        raise Failure(f"{directory} is no directory", "Give another --dir.")
+        raise Failure(f"{directory} is not a directory", "Give another --dir.")
     found = machine.environment(directory)
     if as_json:
         print_json(found)

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have: their values, errors and completion."""
+"""Arguments and options of several commands: parsing, errors and completion."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from tierstore.model.sizes import PAGE, is_auto, parse_size
 from tierstore.system.objects import check_key
 
 TOO_MUCH = 1 << 63
-"""Bytes that no file can have."""
+"""Exclusive limit on sizes in bytes."""
 LONGEST = 1e9
-"""Seconds. A longer time is a mistake, and sums of it may be infinite."""
-_TELLING = 3
-"""Letters. A shorter part of a name is in too many names to tell which one is meant."""
+"""Longest time in seconds. Anything longer is a mistake, and sums of it may be infinite."""
+_MIN_PART = 3
+"""Letters of the shortest part of a name to match: shorter ones occur in too many names."""
 
 _NUMBER = r"(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?"
 _TIME = re.compile(rf"(?P<number>{_NUMBER})\s?(?P<unit>s|s/it|it/s)?", re.ASCII)
 _WHOLE_IN_SHELLS = re.compile(r"[\w@%+./-]+")
-"""Keys that bash, zsh and fish take for one word without quotes."""
+"""Keys that bash, zsh and fish read as one word without quotes."""
 
 # Commands -----------------------------------------------------------------------------------------
 
 
 class Command(click.Command):
-    """A command that suggests options for one that it does not have."""
+    """A command that suggests similar options for an unknown one."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse as click does; the error for a wrong option names the closest ones."""
+        """Parse arguments. The error for an unknown option names the closest ones."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -51,7 +51,7 @@ class Command(click.Command):
 
 
 def did_you_mean(typed: str, known: Sequence[str]) -> str:
-    """Suggest names that are alike, begin so, or contain what was typed, for the end of an error.
+    """Return a suggestion to append to an error: names that resemble or contain the typed one.
 
     >>> did_you_mean("--disk", ["--disk-bandwidth", "--device"]), did_you_mean("x", ["ls"])
     (" Did you mean '--disk-bandwidth'?", '')
@@ -61,18 +61,18 @@ def did_you_mean(typed: str, known: Sequence[str]) -> str:
     part, names = typed.lstrip("-"), {name.lstrip("-"): name for name in known}
     alike = set(difflib.get_close_matches(part, names))
     alike |= {each for each in names if part and each.startswith(part)}
-    alike |= {each for each in names if len(part) >= _TELLING and part in each}
+    alike |= {each for each in names if len(part) >= _MIN_PART and part in each}
     meant = " or ".join(repr(names[each]) for each in sorted(alike))
     return f" Did you mean {meant}?" if meant else ""
 
 
 def command(name: str, *examples: str) -> Callable[[Callable[..., Any]], click.Command]:
-    """Make a command that has `--json`, and examples at the end of its help."""
+    """Make a command with a `--json` option, and with examples at the end of its help."""
     epilog = "\b\nExamples:\n" + "\n".join(f"  tierstore-inspect {line}" for line in examples)
 
     def made(function: Callable[..., Any]) -> click.Command:
         found = click.command(name, cls=Command, epilog=epilog)(function)
-        json_help = "Print a JSON document: raw bytes, seconds since 1970."
+        json_help = "Print JSON: sizes in bytes, times in seconds since 1970."
         found.params.append(click.Option(["--json", "as_json"], is_flag=True, help=json_help))
         return found
 
@@ -85,17 +85,17 @@ Items = list[CompletionItem]
 
 
 def complete_directories(_: click.Context, __: click.Parameter | None, incomplete: str) -> Items:
-    """Let the shell complete directories."""
+    """Complete directories."""
     return [CompletionItem(incomplete, type="dir")]
 
 
 def complete_files(_: click.Context, __: click.Parameter | None, incomplete: str) -> Items:
-    """Let the shell complete files."""
+    """Complete files."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def complete_keys(context: click.Context, _: click.Parameter | None, incomplete: str) -> Items:
-    """Complete keys of the DIR that was typed, or of the default one; else directories."""
+    """Complete keys of the given or default DIR; without any, directories."""
     names = context.params.get("names") or ()
     directory = context.params.get("directory")
     if directory is None:  # `show [DIR] KEY`
@@ -108,8 +108,8 @@ def complete_keys(context: click.Context, _: click.Parameter | None, incomplete:
 
 
 def complete_prefixes(context: click.Context, _: click.Parameter | None, incomplete: str) -> Items:
-    """Complete the beginnings of keys, up to each slash."""
-    # Before the value of an option, click has not told arguments apart.
+    """Complete prefixes of keys, up to each slash."""
+    # Click has not parsed the arguments yet when it completes an option's value.
     directory = context.args[0] if context.args else context.params.get("directory")
     found: set[str] = set()
     for key in _keys_of(directory):
@@ -118,7 +118,7 @@ def complete_prefixes(context: click.Context, _: click.Parameter | None, incompl
 
 
 def _keys_of(directory: str | None) -> list[str]:
-    """The keys of a store that need no quotes; none if the directory cannot be read."""
+    """Return a store's keys that need no quotes; none if the directory cannot be read."""
     from tierstore.inspection.survey import survey
 
     with suppress(TierStoreError, OSError):
@@ -131,18 +131,18 @@ def _keys_of(directory: str | None) -> list[str]:
 
 
 def named_or_default(context: click.Context, directory: str | None) -> str:
-    """Return the named directory, or else that of stores that name none, and say so."""
+    """Return the given directory, or the default one after printing a remark."""
     if directory is not None:
         return directory
     chosen = chosen_directory(None)
     if not context.resilient_parsing:
-        why = f"as {VARIABLE} says" if os.environ.get(VARIABLE) else "the default directory"
-        remark(f"DIR is left out: this is {chosen}, {why}.")
+        why = f"from {VARIABLE}" if os.environ.get(VARIABLE) else "the default directory"
+        remark(f"No DIR given: using {chosen}, {why}.")
     return chosen
 
 
 directory_argument = click.argument("directory", metavar="DIR", shell_complete=complete_directories)
-"""For commands that change or measure: a directory that was not named is never touched."""
+"""For commands that change or measure: they never touch a directory that was not given."""
 default_directory_argument = click.argument(
     "directory",
     metavar="[DIR]",
@@ -151,25 +151,25 @@ default_directory_argument = click.argument(
     shell_complete=complete_directories,
 )
 """For commands that only read."""
-yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask.")
-dry_run_option = click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+yes_option = click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")
+dry_run_option = click.option("--dry-run", is_flag=True, help="Only list what would be removed.")
 
 
 def key(text: str) -> str:
-    """Check a key that was typed."""
+    """Validate a key."""
     try:
         return check_key(text)
     except ValueError as error:
-        raise Failure(str(error), "Give a key as `ls` shows it.") from error
+        raise Failure(str(error), "Give a key as listed by `ls`.") from error
 
 
 # Sizes, speeds and times --------------------------------------------------------------------------
 
 
 def parsed_bytes(text: str) -> int:
-    """Parse bytes, such as `12GB`: no share of anything."""
+    """Parse bytes, such as `12GB`. A percentage is an error."""
     if "%" in text:
-        raise click.BadParameter(f"{text!r}: a share of what? Write bytes, such as 12GB.")
+        raise click.BadParameter(f"{text!r} is a percentage: give bytes, such as 12GB.")
     return _parsed(text)
 
 
@@ -177,7 +177,7 @@ def speed(text: str) -> float:
     """Parse bytes per second, such as `3GB/s`."""
     size, _, unit = text.partition("/")
     if unit.strip().lower() != "s":
-        raise click.BadParameter(f"{text!r} is no speed: write it like 3GB/s.")
+        raise click.BadParameter(f"{text!r} is not a speed: write it like 3GB/s.")
     return float(_parsed(size))
 
 
@@ -189,15 +189,17 @@ def seconds_of_step(text: str) -> float:
         seconds = 1 / number if number else math.inf
     if max(number, seconds) > LONGEST:
         raise click.BadParameter(
-            f"{text!r} is no time of a step: write seconds, such as 1.5, or what a progress bar "
-            "shows, such as 1.5s/it or 3.2it/s."
+            f"{text!r} is not the time of a step: give seconds, such as 1.5, or the figure of a "
+            "progress bar, such as 1.5s/it or 3.2it/s."
         )
     return seconds
 
 
 def _parsed(text: str) -> int:
     try:
-        found = parse_size(text) if len(text) < 100 else TOO_MUCH  # Python reads no longer ones
+        found = (
+            parse_size(text) if len(text) < 100 else TOO_MUCH
+        )  # Python limits the length of numbers
     except ValueError as error:
         raise click.BadParameter(f"{error}.") from error
     if found >= TOO_MUCH:
@@ -209,19 +211,19 @@ def _parsed(text: str) -> int:
 
 
 def ram(text: str) -> Budget:
-    """Parse a `ram_budget` as a store does; `auto` is the store's rule, applied to this machine."""
+    """Parse a `ram_budget` as a store does; `auto` is evaluated on this machine."""
     if not is_auto(text):
         _parsed(text)
     return _checked(Budget.parse(text))
 
 
 def device(text: str) -> Budget:
-    """Parse a `device_budget`: bytes only, as no device is asked for its memory."""
+    """Parse a `device_budget`: bytes only, because the device is not queried."""
     if is_auto(text):
         raise click.BadParameter(
-            "'auto' is half of what is free on the accelerator when the store opens, and this "
-            "command does not ask it. Write bytes: half of the free memory that `nvidia-smi` "
-            "shows, such as 12GB."
+            "'auto' is half of the accelerator's free memory when the store opens, which this "
+            "command does not query. Give bytes, such as 12GB: half of the free memory that "
+            "`nvidia-smi` shows."
         )
     parsed_bytes(text)
     return _checked(Budget.parse(text))
@@ -239,11 +241,11 @@ ram_option = click.option(
     type=ram,
     metavar="SIZE",
     multiple=True,
-    help="A ram_budget to try: 8GB, 8GiB, 50% of the memory of this machine, or auto. May be given "
+    help="ram_budget to try: 8GB, 8GiB, 50% of this machine's memory, or auto. May be given "
     "several times.",
 )
 
 
 def units_typed(budgets: Iterable[Budget | None]) -> Units | None:
-    """Return the units of the first budget that has some."""
+    """Return the units of the first budget that was typed with units."""
     return next((budget.units for budget in budgets if budget and budget.units), None)

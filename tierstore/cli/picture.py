@@ -1,4 +1,4 @@
-"""The picture of a trace. Imports matplotlib, so it is imported only to draw one."""
+"""Draws a trace as a picture. Import it only to draw: it needs matplotlib."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierstore.observe.passes import FORWARD
 from tierstore.observe.trace import COMPUTE, KINDS, PASSES, STALLS, Recorded, TraceSlice
 from tierstore.observe.trace_writer import write_whole
 
-_COLOURS = {  # distinct for the colour-blind too (Okabe and Ito)
+_COLOURS = {  # also distinct for colour-blind readers (Okabe and Ito)
     STALLS: "#d55e00",
     COMPUTE: "#999999",
     "host to device": "#0072b2",
@@ -27,7 +27,7 @@ _COLOURS = {  # distinct for the colour-blind too (Okabe and Ito)
     "download": "#e69f00",
 }
 _MODELS = ("#c6d4ee", "#f6dfb4", "#cdead0", "#e6cfec", "#f3cfcf", "#d6d6d6")
-"""Colours of the passes of the models, in turn."""
+"""Colours of the passes, one for each model in turn."""
 _TIERS = {"DEVICE": "device memory", "HOST": "host memory", "DISK": "disk"}
 _BUDGET = "#222222"
 _WIDTH = 12.0  # inches, as the heights below
@@ -35,10 +35,10 @@ _LEVEL_HEIGHT, _SHARE_HEIGHT, _LANE_HEIGHT, _MARGIN = 1.6, 0.9, 0.3, 1.3
 _DPI = 110
 _MOST = 4
 _NARROWEST = 3.0
-"""The least pixels of a stall or a move: 20 ms of half a minute would have less than one."""
+"""Least width of a stall or move, in pixels: 20 ms in half a minute would be less than one."""
 _BINS = 160
 _MOST_LINES = 80
-_LETTER = 7.0  # pixels of a letter in a label, about
+_LETTER = 7.0  # approximate width of a letter in a label, in pixels
 
 
 def draw(recorded: Recorded, path: str) -> None:
@@ -59,7 +59,7 @@ def draw(recorded: Recorded, path: str) -> None:
     if stalls:
         _draw_shares(axes[len(tiers)], shares_of(stalls, recorded.seconds, _BINS))
     _name_models(figure, recorded.slices)
-    figure.draw_without_rendering()  # from now on it is known how wide a pixel is
+    figure.draw_without_rendering()  # this fixes the width of a pixel
     _draw_lanes(axes[-1], lanes, (recorded.seconds or 1) / axes[-1].get_window_extent().width)
     _draw_borders(axes, recorded.slices)
     drawn = io.BytesIO()
@@ -101,7 +101,7 @@ def _draw_level(axis: Axes, recorded: Recorded, tier: str) -> None:
 
 
 class _Rounded(MaxNLocator):
-    """Places ticks at round numbers of MB or MiB: those of bytes would be 190.7 MiB apart."""
+    """Places ticks at round numbers of MB or MiB; round bytes could be 190.7 MiB apart."""
 
     def __init__(self, base: int) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def lanes_of(slices: Sequence[TraceSlice]) -> dict[str, list[TraceSlice]]:
 
 
 def shares_of(stalls: Sequence[TraceSlice], seconds: float, bins: int) -> list[float]:
-    """Divide the time into equal parts; return the share of each in which a caller waited.
+    """Return the fraction of each of `bins` equal intervals during which any caller waited.
 
     >>> waits = [TraceSlice(STALLS, STALLS, "key", 1.0, 1.5, {})]
     >>> shares_of(waits, 4.0, 4)
@@ -137,7 +137,7 @@ def shares_of(stalls: Sequence[TraceSlice], seconds: float, bins: int) -> list[f
     width, until = (seconds or 1.0) / bins, 0.0
     for stall in sorted(stalls, key=lambda one: one.start):
         start, end = max(stall.start, until), min(stall.start + stall.seconds, seconds)
-        until = max(until, end)  # waits at the same time count once
+        until = max(until, end)  # concurrent waits count once
         for part in range(int(start / width), min(int(end / width) + 1, bins)):
             within = min(end, (part + 1) * width) - max(start, part * width)
             waited[part] += max(within, 0.0)
@@ -152,7 +152,7 @@ def _draw_shares(axis: Axes, shares: Sequence[float]) -> None:
     axis.set_yticks((0, 0.5, 1), ("0%", "50%", "100%"))
     axis.set_ylabel("waited")
     axis.set_title(
-        f"share of each {_time(width)} in which anybody waited", loc="left", fontsize=8, pad=2
+        f"fraction of each {_time(width)} in which any caller waited", loc="left", fontsize=8, pad=2
     )
     axis.grid(alpha=0.25)
 
@@ -169,10 +169,10 @@ def _draw_lanes(axis: Axes, lanes: dict[str, list[TraceSlice]], pixel: float) ->
         if kind == PASSES:
             _draw_passes(axis, row, slices, pixel, colours)
             continue
-        if kind != COMPUTE:  # below what they really took
+        if kind != COMPUTE:  # below their true width
             widened = [(one.start, max(one.seconds, _NARROWEST * pixel)) for one in slices]
             _draw_bars(axis, row, widened, pale(_COLOURS[kind]), 1.0)
-        # Neighbours in two shades, as what follows each other at once could not be told apart.
+        # Neighbours have two shades, so that adjacent slices can be distinguished.
         for shade, some in ((1.0, slices[::2]), (0.6, slices[1::2])):
             _draw_bars(axis, row, [(s.start, s.seconds) for s in some], _COLOURS[kind], shade)
     axis.set_ylim(max(len(lanes), 1) - 0.4, -0.6)
@@ -180,9 +180,7 @@ def _draw_lanes(axis: Axes, lanes: dict[str, list[TraceSlice]], pixel: float) ->
     axis.tick_params(axis="y", length=0)
     if any(slices[0].kind not in (COMPUTE, PASSES) for slices in lanes.values()):
         shortest = _time(_NARROWEST * pixel)
-        note = (
-            f"stalls and moves of less than {shortest} are drawn that wide: the added width is pale"
-        )
+        note = f"stalls and moves shorter than {shortest} are drawn wider; the added width is pale"
         axis.set_title(note, loc="left", fontsize=8, pad=2)
 
 
@@ -199,13 +197,13 @@ def _draw_bars(
 
 
 def _colours_of_models(slices: Sequence[TraceSlice]) -> dict[str, str]:
-    """Choose colours for the passes of each model, by the order of their first runs."""
+    """Return a colour for the passes of each model, in the order of their first runs."""
     models = dict.fromkeys(model_of(one) for one in slices if one.kind == PASSES)
     return dict(zip(models, itertools.cycle(_MODELS), strict=False))
 
 
 def _name_models(figure: Figure, slices: Sequence[TraceSlice]) -> None:
-    """Add a legend for the passes, as most are too short for a name."""
+    """Add a legend for the passes, most of which are too short for a label."""
     colours = _colours_of_models(slices)
     if not 0 < len(colours) <= len(_MODELS):
         return
@@ -215,7 +213,7 @@ def _name_models(figure: Figure, slices: Sequence[TraceSlice]) -> None:
         loc="outside lower left",
         ncols=len(colours) if len(colours) <= 4 else 3,
         fontsize=8,
-        title="passes, each with its number, of",
+        title="passes (numbered) of",
         title_fontsize=8,
         alignment="left",
         frameon=False,
@@ -243,7 +241,7 @@ def _draw_passes(
 
 
 def _plain(text: str) -> str:
-    """Escape foreign text, in which matplotlib would find formulas."""
+    """Escape text that matplotlib would parse as a formula."""
     return printable(text).replace("$", r"\$")
 
 
@@ -253,14 +251,14 @@ def model_of(one: TraceSlice) -> str:
 
 
 def short_name(one: TraceSlice) -> str:
-    """Name a pass in a picture: its model, without the pipeline."""
+    """Return the label of a pass: its model, without the pipeline."""
     model = model_of(one).rpartition("/")[2]
     does = one.args.get("does", FORWARD)
     return model if does == FORWARD else f"{model} {does}"
 
 
 def _draw_borders(axes: Iterable[Axes], slices: Sequence[TraceSlice]) -> None:
-    """Draw lines through all axes where a pass begins, unless they are too many."""
+    """Draw a line through all axes at the start of each pass, unless there are too many."""
     begins = [one.start for one in slices if one.track == PASSES]
     for axis in axes if len(begins) <= _MOST_LINES else ():
         for at in begins:

@@ -19,7 +19,7 @@ from tierstore.model.weight_files import SUFFIX
 from tierstore.progress import bar
 from tierstore.system.files import transfer_error
 
-if TYPE_CHECKING:  # they import numpy, which only this command shall wait for
+if TYPE_CHECKING:  # these import numpy, which would slow down other commands
     from tierstore.forecasting.forecast import Partition
     from tierstore.forecasting.sources import CheckpointSource, FoundModels
     from tierstore.forecasting.trials import Advice, Trial
@@ -40,38 +40,38 @@ _NOTHING_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
     "--device",
     type=options.device,
     metavar="SIZE",
-    help="The store's device_budget (default: compute on the CPU).",
+    help="device_budget of the store (default: compute on the CPU).",
 )
 @click.option(
     "--offload-type",
     type=click.Choice(OFFLOAD_TYPES),
     default=OFFLOAD_TYPES[0],
     show_default=True,
-    help="How to divide the model, as in enable_group_offload.",
+    help="Partitioning of the model, as in enable_group_offload.",
 )
-@click.option("--component", help="Only this component of a pipeline.")
-@click.option("--variant", help="The variant for from_pretrained, such as fp16.")
+@click.option("--component", help="Plan only this component of a pipeline.")
+@click.option("--variant", help="Variant for from_pretrained, such as fp16.")
 @click.option(
     "--compute",
     type=options.seconds_of_step,
     metavar="TIME",
-    help="Time of a step with all weights in place: seconds (1.5), or the figure of a progress bar "
-    "(1.5s/it, 3.2it/s). Default: no time at all, so that the disk (or the link) is the limit.",
+    help="Time of a step with all weights resident: seconds (1.5), or the figure of a progress bar "
+    "(1.5s/it, 3.2it/s). Default: none, so that only the disk (or the link) limits the speed.",
 )
 @click.option(
     "--disk-bandwidth",
     type=options.speed,
-    help="Such as 3GB/s (default: what `bench` measured of this disk).",
+    help="Read speed of the disk, such as 3GB/s (default: as measured by `bench`).",
 )
 @click.option(
     "--link-bandwidth",
     type=options.speed,
-    help="From host memory to the device (default: no limit).",
+    help="Speed from host memory to the device (default: no limit).",
 )
 @click.option(
     "--steps", type=click.IntRange(min=4), default=20, show_default=True, help="Steps to simulate."
 )
-@click.option("--groups", is_flag=True, help="With --json: list groups, and the tensors of each.")
+@click.option("--groups", is_flag=True, help="With --json: list the groups and their tensors.")
 def plan(  # noqa: PLR0913 - each is an option of the command
     checkpoint: str,
     rams: tuple[Budget, ...],
@@ -86,21 +86,21 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     groups: bool,
     as_json: bool,
 ) -> None:
-    """Find the ram_budget that is enough for a model.
+    """Find the smallest ram_budget that is enough for a model.
 
-    CHECKPOINT is a safetensors file, a directory with one or with several and an index, the
+    CHECKPOINT is a safetensors file, a directory with one file or with several and an index, the
     directory of a diffusers pipeline, the URL of one of these, or the id of a model in the Hugging
     Face hub, downloaded or not. Reads only file headers. Without --ram, tries a range of budgets,
     from the largest module to the whole model.
 
-    Simulates the store's planner. A step is one run of the model; pipelines with guidance may do
-    two of them. Enough is the smallest budget with which a step takes at most 5 % longer than with
-    all weights in RAM; if that is unknown, with which it reads nothing.
+    Simulates the store's planner. A step is one run of the model; a pipeline with guidance may run
+    it twice per denoising step. A budget is enough if a step takes at most 5 % longer than with all
+    weights in RAM; if times are unknown, if a step reads nothing.
     """
     if device is None and link_bandwidth is not None:
-        raise click.UsageError("--link-bandwidth is for --device; without it there is no link.")
+        raise click.UsageError("--link-bandwidth requires --device.")
     if groups and not as_json:
-        raise click.UsageError("--groups is for --json.")
+        raise click.UsageError("--groups requires --json.")
     from tierstore.forecasting.forecast import FROM_DISK, TO_DEVICE, Conditions
     from tierstore.forecasting.sources import source_of
     from tierstore.forecasting.trials import Trials, ladder
@@ -118,7 +118,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     tried = dict.fromkeys(rams or ladder(found.models, conditions))
     in_order = sorted(tried, key=lambda budget: budget.nbytes)
     simulated = Trials(found.models, conditions)
-    trials = [simulated.tried(budget) for budget in bar(in_order, "Planning", "budgets")]
+    trials = [simulated.simulate(budget) for budget in bar(in_order, "Planning", "budgets")]
     if all(trial.problem for trial in trials):
         raise Failure(str(trials[-1].problem), trials[-1].remedy)
     advice = simulated.advice(trials, units)
@@ -153,16 +153,16 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     _show(trials, document, advice, table)
     _remark_on(trials, found, source, advice, units)
     if measured is not None:
-        remark(f"Disk: {size(measured, units)}/s, as `tierstore-inspect bench` measured it.")
+        remark(f"Disk: {size(measured, units)}/s, as measured by `tierstore-inspect bench`.")
     elif disk is None:
         remark(
-            "No seconds, as the disk's speed is unknown: give --disk-bandwidth, or measure it with "
-            "`tierstore-inspect bench DIR`."
+            "No times, because the speed of the disk is unknown: give --disk-bandwidth, or measure "
+            "it with `tierstore-inspect bench DIR`."
         )
     if compute is None and disk is not None:
         remark(
-            "Computing is taken to need no time: give --compute TIME of a step (such as 1.5s/it, "
-            "from a progress bar), and a smaller budget may turn out to be enough."
+            "Computing counts as instant. Give the time of a step, --compute TIME (such as 1.5s/it "
+            "from a progress bar): a smaller budget may then be enough."
         )
 
 
@@ -187,12 +187,12 @@ def _no_plan(checkpoint: str, error: Exception) -> Exception:
         return transfer_error(cause, "reading", key=None, path=checkpoint)
     if checkpoint.endswith(".json") and SUFFIX not in str(error):  # an index names its shards
         place = os.path.dirname(checkpoint) or "."
-        return Failure(f"{checkpoint} is no checkpoint", f"Give its directory: {place}")
+        return Failure(f"{checkpoint} is not a checkpoint", f"Give its directory: {place}")
     if isinstance(error, TierStoreError):
         return Failure(str(error), "Give another CHECKPOINT.")
     return Failure(
-        f"{checkpoint} cannot be planned with: {error}",
-        "Give one file, or a directory that has each tensor once.",
+        f"{checkpoint} cannot be planned: {error}",
+        "Give one file, or a directory that contains each tensor once.",
     )
 
 
@@ -230,7 +230,7 @@ def _groups(partition: Partition) -> list[Document]:
 
 @dataclass(frozen=True)
 class _Table:
-    """The columns of a table of budgets, and its units."""
+    """Columns and units of the table of budgets."""
 
     units: Units
     device: bool
@@ -277,7 +277,7 @@ def _show(trials: Sequence[Trial], document: Document, advice: Advice, table: _T
     for number, named in enumerate(names):
         rows = [
             {
-                "ram": trial.budget.shown(table.units),
+                "ram": trial.budget.formatted(table.units),
                 "note": _note(trial, advice),
                 **(trial.steps[number] if trial.steps else {}),
             }
@@ -299,7 +299,7 @@ def _note(trial: Trial, advice: Advice) -> str:
 
 
 def _is_too_narrow(trial: Trial, advice: Advice) -> bool:
-    """Whether a step has to wait, as there is no room to read while computing."""
+    """Return whether steps wait because there is no space to read while computing."""
     is_less_than_enough = trial.budget.nbytes < advice.budget.nbytes
     return trial.problem is None and not trial.overlaps and is_less_than_enough
 
@@ -316,7 +316,7 @@ def _remark_on(
     if source.described:
         remark(f"Read: {source.described}.")
     if found.pickles:
-        remark(f"Left out, as there are only torch pickles of it: {', '.join(found.pickles)}.")
+        remark(f"Skipped, because only torch pickles exist: {', '.join(found.pickles)}.")
     for trial in trials:
         if trial.problem is not None:
             remark(f"{trial.problem}. {trial.remedy}")
@@ -324,6 +324,6 @@ def _remark_on(
     if narrow:
         enough = at_least(COMFORTABLE * narrow[-1].partition.largest.nbytes, units)
         remark(
-            f"--ram {narrow[-1].budget.text} has room for less than {COMFORTABLE} of the largest "
-            f"groups: reading and computing will hardly overlap. {enough} would do."
+            f"--ram {narrow[-1].budget.text} holds fewer than {COMFORTABLE} of the largest "
+            f"groups, so reading and computing hardly overlap. {enough} is enough for that."
         )

@@ -1,4 +1,4 @@
-"""The commands `ls` and `verify` for a checkpoint in an object store: headers, read by ranges."""
+"""The commands `ls` and `verify` for checkpoints in object stores, reading only headers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def list_files(url: str, *, as_json: bool) -> None:
 
 
 def verify_files(url: str, *, as_json: bool) -> int:
-    """Check the header of each file, and that the file is as long as it says."""
+    """Check the header of each file, and its length."""
     began = time.monotonic()
     problem: Document | None = None
     rows: list[Document] = []
@@ -49,12 +49,12 @@ def verify_files(url: str, *, as_json: bool) -> int:
         data(f"damaged: {problem['path']}\n  reason    {problem['reason']}")
     else:
         data(f"{count(len(rows), 'file')}: no damage found")
-        remark("Headers and sizes only: a checkpoint has no checksums of its tensors.")
+        remark("Checked headers and sizes only: checkpoints have no checksums.")
     return Code.OK if problem is None else Code.DAMAGED
 
 
 def _failure(url: str, error: Exception) -> Failure:
-    return Failure(f"{url} cannot be looked at: {error}", "Give the URL of a checkpoint.")
+    return Failure(f"{url} cannot be read: {error}", "Give the URL of a checkpoint.")
 
 
 def _rows(url: str) -> list[Document]:

@@ -1,8 +1,8 @@
 """The commands that delete files: `prune` and `rm`.
 
-They delete regular files below the directory that bear one of the store's own names and are still
-the files that were found. Each is deleted by its name in an open directory, so that no planted link
-leads to another file.
+They delete only regular files below the directory that have one of the store's own names and are
+unchanged since they were found. Each is deleted by name in an open directory, so a planted link
+cannot redirect the deletion.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import click
 from tierstore.cli import options
 from tierstore.cli.output import Failure, data, print_json, remark
 from tierstore.cli.rows import existing_groups, item_rows
-from tierstore.inspection.directories import Item, look_at, only_user, opened_parent
+from tierstore.inspection.directories import Item, locked_store, open_parent, stat_item
 from tierstore.inspection.survey import Group, survey, total
 from tierstore.model.formatting import count, size
 from tierstore.system.files import sync_names, transfer_errors
@@ -25,20 +25,20 @@ from tierstore.system.files import sync_names, transfer_errors
 
 @options.command("prune", "prune offload --dry-run", "prune offload", "prune offload -y")
 @options.directory_argument
-@click.option("--damaged", is_flag=True, help="Delete damaged objects too.")
+@click.option("--damaged", is_flag=True, help="Also delete damaged objects.")
 @options.dry_run_option
 @options.yes_option
 def prune(directory: str, damaged: bool, dry_run: bool, yes: bool, as_json: bool) -> None:
     """Delete temporary files left by crashed processes.
 
-    Damaged objects go only with --damaged. Objects that cannot be read, the quarantine, and files
-    that tierstore did not write stay. Refuses while a process uses the directory.
+    Damaged objects are deleted only with --damaged. Objects that cannot be read, the quarantine,
+    and foreign files are never deleted. Fails while a process uses the directory.
     """
 
     def candidates(_: int | None) -> dict[Item, str]:
         contents = survey(directory)
         if dry_run and contents.locked_by:
-            remark(f"In use by {contents.locked_by}: its temporary files are counted here.")
+            remark(f"In use by {contents.locked_by}, whose temporary files are included.")
         found = {item: item.name for item in contents.temporary}
         return {**found, **_named(contents.damaged if damaged else ())}
 
@@ -60,7 +60,7 @@ def prune(directory: str, damaged: bool, dry_run: bool, yes: bool, as_json: bool
 def remove_groups(
     directory: str, keys: tuple[str, ...], dry_run: bool, yes: bool, as_json: bool
 ) -> None:
-    """Delete groups for good, damaged ones too. If one is missing, none is deleted."""
+    """Delete groups for good, even damaged ones. If a key is missing, nothing is deleted."""
 
     def candidates(root: int | None) -> dict[Item, str]:
         return _named(existing_groups(directory, keys, root))
@@ -69,7 +69,7 @@ def remove_groups(
 
 
 def _named(groups: Iterable[Group]) -> dict[Item, str]:
-    """Name the files of groups by their keys, or else by their paths."""
+    """Map the files of groups to their keys, or to their paths if unknown."""
     return {group.item: group.key or group.item.name for group in groups}
 
 
@@ -81,25 +81,25 @@ def _remove(
     yes: bool,
     as_json: bool,
 ) -> None:
-    """Delete the candidates, which are found (and confirmed) while the lock is held."""
+    """Delete the candidates. Finds and confirms them with the lock held."""
     if not dry_run and not yes and not sys.stdin.isatty():
         raise Failure(
-            "nobody can be asked whether to remove files: this is no terminal",
-            "Add -y to remove them, or --dry-run to see which.",
+            "cannot ask for confirmation: stdin is not a terminal",
+            "Add -y to remove the files, or --dry-run to list them.",
         )
-    refused = False
-    with nullcontext() if dry_run else only_user(directory) as root:
+    declined = False
+    with nullcontext() if dry_run else locked_store(directory) as root:
         names = candidates(root)
         found = list(names)
         if root is not None:
-            refused = bool(found) and not yes and not _confirmed(names)
-            found = [] if refused else _removed(directory, root, found)
+            declined = bool(found) and not yes and not _confirmed(names)
+            found = [] if declined else _removed(directory, root, found)
     rows, nbytes = item_rows(directory, found), total(found)
     if as_json:
         document = {"directory": os.path.abspath(directory), "dry_run": dry_run}
         print_json({**document, "nbytes": nbytes, "removed": rows})
         return
-    if refused:
+    if declined:
         remark("Nothing was removed.")
         return
     for row in rows:
@@ -116,7 +116,7 @@ def _confirmed(found: Mapping[Item, str]) -> bool:
 
 
 def _removed(directory: str, root: int, items: Iterable[Item]) -> list[Item]:
-    """Delete files. Returns those that were deleted; the others were gone already."""
+    """Delete files. Returns the deleted ones; the others no longer existed."""
     removed: list[Item] = []
     for item in items:
         before = f" (after {len(removed)} of them were removed)" if removed else ""
@@ -126,9 +126,9 @@ def _removed(directory: str, root: int, items: Iterable[Item]) -> list[Item]:
 
 
 def _remove_one(root: int, item: Item) -> bool:
-    with opened_parent(root, item.name) as parent:
+    with open_parent(root, item.name) as parent:
         leaf = os.path.basename(item.name)
-        if parent is None or item.kind != "file" or look_at(parent, leaf, item.name) != item:
+        if parent is None or item.kind != "file" or stat_item(parent, leaf, item.name) != item:
             return False
         os.unlink(leaf, dir_fd=parent)
         sync_names(parent)

@@ -1,4 +1,4 @@
-"""The command `replay`: a recorded run with other budgets or another policy."""
+"""The command `replay`: simulates a recorded run with other budgets or another policy."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from tierstore.forecasting.budgets import Budget, by_tier
 from tierstore.model.formatting import Units, count, size, units_of
 from tierstore.model.tiers import TIERS, Tier
 
-if TYPE_CHECKING:  # they import numpy, which only this command shall wait for
+if TYPE_CHECKING:  # these import numpy, which would slow down other commands
     from tierstore.observe.event_log import EventRecord
     from tierstore.observe.trace import Recorded
 
 POLICIES = ("next-use", "lru")
 _LONGEST = 300
-"""Characters of an event, or of instructions, in a message."""
+"""Maximum characters of an event, or of instructions, in a message."""
 _COUNTED = ("stalled_seconds", "hits", "late", "misses")
 _MEASURED = ("read", "onloaded", "computed_seconds", *_COUNTED)
 
@@ -40,7 +40,7 @@ _MEASURED = ("read", "onloaded", "computed_seconds", *_COUNTED)
     "--device",
     type=options.device,
     metavar="SIZE",
-    help="A device_budget to try (default: the recorded one).",
+    help="device_budget to try (default: the recorded one).",
 )
 @click.option(
     "--policy",
@@ -48,7 +48,7 @@ _MEASURED = ("read", "onloaded", "computed_seconds", *_COUNTED)
     multiple=True,
     default=POLICIES[:1],
     show_default=True,
-    help="A policy to try; may be given several times.",
+    help="Policy to try. May be given several times.",
 )
 def replay(
     trace: str,
@@ -59,17 +59,17 @@ def replay(
 ) -> None:
     """Simulate a recorded run with other budgets, or another policy.
 
-    TRACE is written by `store.trace(path)`. The groups, the order of their uses, the time between
-    uses and the speed of each hop are the recorded ones; the planner is the real one. All groups
-    begin on disk, and nothing is written. Without --ram, tries the recorded budget.
+    TRACE is a file written by `store.trace(path)`. The simulation uses the store's planner, with
+    the recorded groups, uses, times between uses and speeds. All groups start on disk, and nothing
+    is written. Without --ram, tries the recorded budget.
 
-    Also feeds the recorded events to the planner, to check that it still decides as it did.
+    Also replays the recorded events, to check that the planner still makes the same decisions.
     """
     recorded = recorded_in(trace)
     if not recorded.uses:
         raise Failure(
-            f"{trace} has no use of any group: there is nothing to replay",
-            "Record a run in which groups are used.",
+            f"{trace} has no uses of groups to replay",
+            "Record a run that uses groups.",
         )
     events = None if recorded.events is None else _compare(recorded.events)
     rows = [_recorded_row(recorded), *_replayed(recorded, rams, device, policy)]
@@ -86,13 +86,13 @@ def replay(
             remark(events["problem"])
     if recorded.dropped:
         remark(
-            f"The trace is not whole: its {count(recorded.dropped, 'oldest event')} were dropped, "
-            "so that the replays begin later than the recorded run did."
+            f"The trace is incomplete: its {count(recorded.dropped, 'oldest event')} were dropped, "
+            "so the replays begin later than the recorded run."
         )
 
 
 def _compare(record: EventRecord) -> Document:
-    """Count the recorded events up to the first at which the planner decides otherwise now."""
+    """Count the recorded events before the first one at which the planner now differs."""
     from tierstore.simulation import first_difference
 
     total = len(record.handled)
@@ -106,8 +106,9 @@ def _compare(record: EventRecord) -> Document:
     then = _shortened(_listed(difference.recorded.instructions))
     now = _shortened(difference.error or _listed(difference.instructions))
     problem = (
-        f"From event {difference.number + 1:,} on the planner decides otherwise, or the trace was "
-        f"edited. After {_shortened(difference.recorded.event)} it instructed {then}; now: {now}"
+        f"From event {difference.number + 1:,} on, the planner decides differently, or the trace "
+        f"was edited. After {_shortened(difference.recorded.event)} it instructed {then}; "
+        f"now: {now}"
     )
     return {"count": total, "agreed": difference.number, "problem": problem}
 
@@ -128,9 +129,9 @@ def _row(
     problem: str | None = None,
     **measured: Any,
 ) -> Document:
-    """Describe a run: bytes, and times in seconds. `problem` says why there are no measurements.
+    """Describe a run, in bytes and seconds. `problem` says why there are no measurements.
 
-    `ram_budget` is the typed text. `seconds` are computing and waiting together, as on one thread.
+    `ram_budget` is the text as typed. `seconds` are computing plus waiting, as on one thread.
     """
     text, nbytes = (ram.text, ram.nbytes) if isinstance(ram, Budget) else (None, ram)
     row = {"name": name, "ram_budget": text, "ram": nbytes, "device": device}
@@ -161,12 +162,12 @@ def _replayed(
     recorded_ram = recorded.budgets.get(Tier.HOST.name)
     tried: Sequence[Budget | int] = rams or ([] if recorded_ram is None else [recorded_ram])
     if not tried:
-        raise Failure("the trace tells no ram_budget", "Give --ram.")
+        raise Failure("the trace has no ram_budget", "Give --ram.")
     groups, uses = dict(recorded.groups), [Use(key, seconds) for key, seconds in recorded.uses]
     bandwidth = {}
     for hop, speed in recorded.bandwidth.items():
         src, _, dst = hop.partition(">")
-        if speed and src in TIERS and dst in TIERS:  # a simulation has no other tiers
+        if speed and src in TIERS and dst in TIERS:  # a simulation has only these tiers
             bandwidth[TIERS[src], TIERS[dst]] = speed
     rows = []
     for ram, policy in itertools.product(tried, policies):
@@ -193,7 +194,7 @@ def _replayed(
 def _draw(rows: Sequence[Document], units: Units) -> None:
     def ram(row: Document) -> str:
         if row["ram_budget"]:
-            return Budget(row["ram_budget"], row["ram"]).shown(units)
+            return Budget(row["ram_budget"], row["ram"]).formatted(units)
         return "-" if row["ram"] is None else size(row["ram"], units)
 
     def numbers(title: str, form: Callable[[Any], str], field: str = "") -> Column:

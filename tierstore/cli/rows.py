@@ -46,13 +46,13 @@ def count_by_state(states: Iterable[str]) -> str:
     return ", ".join(f"{count:,} {state}" for state, count in sorted(Counter(states).items()))
 
 
-def count_stray(number: int) -> str:
-    """Count files, directories and links that tierstore did not write."""
-    return f"{number:,} {'entry that is' if number == 1 else 'entries that are'} not tierstore's"
+def count_foreign(number: int) -> str:
+    """Count entries that tierstore did not write."""
+    return f"{number:,} foreign {'entry' if number == 1 else 'entries'}"
 
 
 def existing_groups(directory: str, keys: Iterable[str], root: int | None = None) -> list[Group]:
-    """Find the groups of some keys, or what is left of them. Raises Failure if one is missing."""
+    """Find the groups of some keys, damaged or not. Raises Failure if one is missing."""
     found = {key: find_group(directory, key, root) for key in keys}
     missing = ", ".join(repr(key) for key, group in found.items() if group is None)
     if missing:

@@ -1,6 +1,6 @@
-"""Samples of services and stores, and the rates between two of them.
+"""Samples services and stores, and computes rates between two samples.
 
-A service answers on its socket; a process with stores has a page for Prometheus.
+A service is sampled through its socket, a process with stores through its Prometheus page.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SERVICE = "service"
 """The name of a service's own store in its metrics."""
 PAGE_SECONDS = 5.0
-"""The longest wait for the next bytes of a page."""
+"""Timeout of each read of a page, in seconds."""
 PAGE_BYTES = 16 << 20
 
 _HIT = "hit"
@@ -27,7 +27,7 @@ _HIT = "hit"
 
 @dataclass
 class WorkerSample:
-    """A worker at some moment: bytes leased, leases awaited, and counts since its start."""
+    """A worker at one moment: bytes leased, leases it waits for, and counts since its start."""
 
     pid: str
     name: str
@@ -39,10 +39,11 @@ class WorkerSample:
 
 @dataclass
 class Sample:
-    """A service or a store at a moment `at` of `time.monotonic`.
+    """A service or a store at the moment `at` (of `time.monotonic`).
 
-    `tiers` has bytes used and the budget, `moved` bytes by hop since the start. `acquires` counts
-    hits, late ones and misses; None for a service, where only its workers have such counts.
+    `tiers` has the bytes used and the budget of each tier, `moved` the bytes by hop since the
+    start. `acquires` counts hits, late acquires and misses; None for a service, where only workers
+    have such counts.
     """
 
     name: str
@@ -54,7 +55,7 @@ class Sample:
 
 
 def sample_of_service(service: Document) -> Sample:
-    """Take a sample from a service's row (see `services.service_row`)."""
+    """Return a sample of a service, given its row (see `services.service_row`)."""
     counted = ("leased_bytes", "waits", "granted", "hits")
     return Sample(
         f"{service['directory']} by process {service['pid']} at {service['socket']}",
@@ -70,14 +71,14 @@ def sample_of_service(service: Document) -> Sample:
 
 
 def rates(before: Sample | None, after: Sample) -> Document:
-    """Describe a sample, with rates per second since an earlier one; None where unknown."""
+    """Describe a sample, with rates per second since an earlier one; None if unknown."""
     seconds = None if before is None else max(after.at - before.at, 1e-9)
     earlier = before or Sample(after.name)
 
     def rate(count: float, known: float | None) -> float | None:
         if seconds is None or known is None:
             return None
-        return max(count - known, 0.0) / seconds  # a process that was restarted counts from 0
+        return max(count - known, 0.0) / seconds  # a restarted process counts from 0
 
     def sum_of(found: Iterable[float | None]) -> float | None:
         return None if seconds is None else sum(one or 0.0 for one in found)
@@ -112,7 +113,7 @@ def rates(before: Sample | None, after: Sample) -> Document:
 
 
 def samples_at(url: str) -> list[Sample]:
-    """Take a sample of each store on the page at a URL. Raises Failure."""
+    """Sample each store on the page at a URL. Raises Failure."""
     _parser()  # a missing package is an error before any request
     try:
         text = page_at(url)
@@ -123,7 +124,7 @@ def samples_at(url: str) -> list[Sample]:
 
 def page_at(url: str) -> str:
     """Return the text at an http or https URL. Raises OSError or ValueError."""
-    import http.client  # here, as the command line must start at once
+    import http.client  # imported here so that the command line starts fast
     import urllib.request
 
     # No proxy: the process is on this machine, or near it.
@@ -132,14 +133,14 @@ def page_at(url: str) -> str:
         with opener.open(url, timeout=PAGE_SECONDS) as answer:
             found: bytes = answer.read(PAGE_BYTES + 1)
     except http.client.HTTPException as error:
-        raise ValueError(f"no answer of a web server ({type(error).__name__})") from error
+        raise ValueError(f"the answer is not HTTP ({type(error).__name__})") from error
     if len(found) > PAGE_BYTES:
-        raise ValueError(f"it has more than {PAGE_BYTES:,} bytes")
+        raise ValueError(f"the page has more than {PAGE_BYTES:,} bytes")
     return found.decode()
 
 
 def samples_in(text: str, url: str) -> list[Sample]:
-    """Take a sample of each store in a page of metrics. Raises Failure."""
+    """Sample each store in a page of metrics. Raises Failure."""
     metrics: dict[str, list[Any]] = defaultdict(list)
     try:
         for family in _parser()(text):
@@ -147,9 +148,9 @@ def samples_in(text: str, url: str) -> list[Sample]:
                 metrics[metric.name.removeprefix("tierstore_")].append(metric)
         found = _stores(metrics, url)
     except (ValueError, KeyError, IndexError) as error:
-        raise _no_page(url, f"it is no page of metrics ({error})") from error
+        raise _no_page(url, f"it is not a page of metrics ({error})") from error
     if not found:
-        raise _no_page(url, "no store has metrics there")
+        raise _no_page(url, "it has no metrics of a store")
     return found
 
 
@@ -158,7 +159,7 @@ def _parser() -> Callable[[str], Iterable[Metric]]:
         from prometheus_client.parser import text_string_to_metric_families
     except ModuleNotFoundError as error:
         raise Failure(
-            f"to read metrics takes a package that is missing ({error.name})",
+            f"reading metrics requires a missing package ({error.name})",
             "Install it: pip install 'tierstore[metrics]'",
         ) from error
     return text_string_to_metric_families
@@ -204,7 +205,7 @@ def _workers(metrics: dict[str, list[Any]]) -> dict[str, WorkerSample]:
 
 def _no_page(url: str, why: str) -> Failure:
     return Failure(
-        f"{url} cannot be looked at: {why}",
-        "Give the URL that Prometheus reads, such as http://127.0.0.1:9400/metrics.",
+        f"{url} cannot be read: {why}",
+        "Give the URL that Prometheus scrapes, such as http://127.0.0.1:9400/metrics.",
         Code.UNEXPECTED,
     )

@@ -1,4 +1,4 @@
-"""The commands `ps` and `top`: services of this machine, and what they and stores do now."""
+"""The commands `ps` and `top`: the services of this machine, and the activity of stores."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tierstore.cli.output import (
     lines_of,
     print_json,
     remark,
-    room,
     styled,
+    terminal_width,
 )
 from tierstore.cli.sampling import Sample, rates, sample_of_service, samples_at
 from tierstore.model.formatting import (
@@ -42,15 +42,15 @@ if TYPE_CHECKING:
     from tierstore.wire.messages import Report
 
 NO_SERVICE = (
-    "No service of this user runs on this machine. Start one: tierstore-serve DIR --ram SIZE"
+    "This user runs no service on this machine. Start one with: tierstore-serve DIR --ram SIZE"
 )
 
-_OTHERS_WAIT = 1.0
-"""Seconds. A longer wait is for another worker, rather than for the disk."""
+_BLOCKED_AFTER = 1.0
+"""Seconds after which a wait is attributed to another worker instead of the disk."""
 _BAR = 32
 _LONGEST = 3600.0
 
-# Asking -------------------------------------------------------------------------------------------
+# Queries ------------------------------------------------------------------------------------------
 
 
 def service_row(report: Report) -> Document:
@@ -90,12 +90,12 @@ def service_row(report: Report) -> Document:
 
 
 def _holds_up(number: int, report: Report) -> bool:
-    """Whether a worker has had a lease for long while another one waits for room."""
+    """Return whether a worker has a long-lived lease while another one waits for space."""
     from tierstore.wire.messages import HELD_SECONDS
 
     others = (other for at, other in enumerate(report.workers) if at != number)
     waiting = max((other.waiting for other in others if other.waits), default=0.0)
-    return waiting > _OTHERS_WAIT and report.workers[number].longest_lease > HELD_SECONDS
+    return waiting > _BLOCKED_AFTER and report.workers[number].longest_lease > HELD_SECONDS
 
 
 def _check_packages() -> None:
@@ -103,26 +103,27 @@ def _check_packages() -> None:
         import msgspec  # noqa: F401
     except ModuleNotFoundError as error:
         raise Failure(
-            f"to ask a service takes a package that is missing ({error.name})",
+            f"querying a service requires a missing package ({error.name})",
             "Install it: pip install 'tierstore[serve]'",
         ) from error
 
 
-def _ask(path: str) -> Document:
-    """Ask the service at a socket. Raises Failure."""
-    from tierstore.wire.asking import NoAnswerError, report_of
+def _query(path: str) -> Document:
+    """Query the service at a socket. Raises Failure."""
+    from tierstore.wire.status import NoAnswerError, query_status
 
     try:
-        return {**service_row(report_of(path)), "socket": os.path.abspath(path)}
+        return {**service_row(query_status(path)), "socket": os.path.abspath(path)}
     except NoAnswerError as error:
-        advice = "Start it: tierstore-serve DIR --ram SIZE. If it has a --socket, give that one."
+        advice = "Start it with: tierstore-serve DIR --ram SIZE. If it has a --socket, give that."
         raise Failure(str(error), advice, Code.UNEXPECTED) from error
 
 
-def _ask_all(name: str | None) -> dict[str, Document]:
-    """Ask the service of a socket or a served directory, or all of this user; those that answer.
+def _query_all(name: str | None) -> dict[str, Document]:
+    """Query the service at a socket or of a served directory, or all services of this user.
 
-    Raises Failure if a package is missing, or if no service answers at `name`.
+    Returns the answers by socket. Raises Failure if a package is missing, or if no service answers
+    at `name`.
     """
     _check_packages()
     if name is not None:
@@ -130,17 +131,17 @@ def _ask_all(name: str | None) -> dict[str, Document]:
             is_directory = stat.S_ISDIR(os.stat(name).st_mode)
         except OSError as error:
             raise Failure(
-                f"{name} is neither a socket nor a directory that is served: {error.strerror}",
-                "Give the socket that tierstore-serve names when it starts, or its DIR.",
+                f"{name} is neither a socket nor a served directory: {error.strerror}",
+                "Give the socket that tierstore-serve prints at startup, or its DIR.",
             ) from error
         path = sockets.default_socket(name) if is_directory else name
-        return {path: _ask(path)}
+        return {path: _query(path)}
     found = {}
     for path in sockets.running():
         try:
-            found[path] = _ask(path)
+            found[path] = _query(path)
         except Failure as failure:
-            remark(f"{failure}. If its service was killed, the next one there replaces it.")
+            remark(f"{failure}. If its service was killed, the next one replaces the socket.")
     return found
 
 
@@ -153,8 +154,8 @@ def _seconds(seconds: float, number: int) -> str:
 
 def _state(worker: Document) -> str:
     if worker["holds_up"]:
-        return "holds others up"
-    return "waits" if worker["waits"] else "ok"
+        return "blocks others"
+    return "waiting" if worker["waits"] else "ok"
 
 
 _WORKERS = (
@@ -181,11 +182,11 @@ def list_workers(socket: str | None, as_json: bool) -> None:
     """List the workers of a service (tierstore-serve): their leases and waits.
 
     SOCKET is the service's socket, DIR the directory that it serves (default: all services of this
-    user). LONGEST is the age of a worker's oldest lease, WAITING its longest wait so far. HITS
-    counts the GRANTED leases that were in memory already. A worker that has had a lease for more
-    than 30 s while another one waits "holds others up".
+    user). LONGEST is the age of a worker's oldest lease, WAITING its longest current wait. HITS is
+    the number of GRANTED leases that were in memory already. A worker "blocks others" if it has had
+    a lease for more than 30 s while another one waits.
     """
-    services = list(_ask_all(socket).values())
+    services = list(_query_all(socket).values())
     if as_json:
         print_json({"services": services})
         return
@@ -234,11 +235,11 @@ def _units(service: Document) -> Units:
     help="Time between two samples.",
 )
 def top(source: str | None, once: bool, interval: float, as_json: bool) -> None:
-    """Show what a service (tierstore-serve) does now, until Ctrl-C.
+    """Show the activity of a service (tierstore-serve) until Ctrl-C.
 
     SOCKET is the service's socket, DIR the directory that it serves (default: all services of this
-    user). URL is the Prometheus page of any process with a store. Speeds are those of the last
-    interval. With --json, one interval is printed.
+    user). URL is the Prometheus page of any process with a store. Rates are averages over the last
+    interval. With --json, prints one interval and exits.
     """
     poll = _poller(source)
     if poll is None:
@@ -260,11 +261,11 @@ def top(source: str | None, once: bool, interval: float, as_json: bool) -> None:
 
 
 def _poller(source: str | None) -> Callable[[], list[Sample]] | None:
-    """Return a function that takes samples; None if no service answers."""
+    """Return a function that samples the source; None if no service answers."""
     if source and source.startswith(("http://", "https://")):
         return lambda: samples_at(source)
-    paths = list(_ask_all(source))
-    return (lambda: [sample_of_service(_ask(path)) for path in paths]) if paths else None
+    paths = list(_query_all(source))
+    return (lambda: [sample_of_service(_query(path)) for path in paths]) if paths else None
 
 
 def _compare(before: Sequence[Sample], after: Sequence[Sample]) -> list[Document]:
@@ -273,7 +274,7 @@ def _compare(before: Sequence[Sample], after: Sequence[Sample]) -> list[Document
 
 
 def _watch(poll: Callable[[], list[Sample]], before: list[Sample], interval: float) -> None:
-    """Show rates after each interval. A service that is gone may come back."""
+    """Show the rates of each interval. A source that fails is retried."""
     drawn = 0
     while True:
         try:
@@ -281,11 +282,11 @@ def _watch(poll: Callable[[], list[Sample]], before: list[Sample], interval: flo
             lines = list(_picture(_compare(before, after)))
             before = after
         except Failure as failure:
-            text = f"{failure} (looking again every {interval:g} s)"
+            text = f"{failure} (retrying every {interval:g} s)"
             lines = [styled(printable(text), {"fg": "red", "bold": True})]
-        # A terminal goes up to the first line and is cleared from there.
+        # Move up to the first line, and clear the terminal from there.
         click.echo((f"\x1b[{drawn}A\r\x1b[J" if drawn else "") + "\n".join(lines))
-        width = room()
+        width = terminal_width()
         drawn = sum(max(-(-len(click.unstyle(line)) // width), 1) for line in lines)
         time.sleep(interval)
 
@@ -294,7 +295,7 @@ def _picture(rows: Sequence[Document]) -> Iterator[str]:
     for number, row in enumerate(rows):
         if number:
             yield ""
-        units, width = _units(row), room()
+        units, width = _units(row), terminal_width()
         yield styled(printable(row["name"]), {"bold": True})
         tiers = [{"name": name, **tier} for name, tier in row["tiers"].items()]
         yield from lines_of(_tier_columns(units), tiers, width)

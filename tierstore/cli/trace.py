@@ -1,4 +1,4 @@
-"""The command `trace`: a recorded run, in numbers and as a picture."""
+"""The command `trace`: summarizes a recorded run, and draws it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ if TYPE_CHECKING:
     from tierstore.observe.trace import Recorded
 
 WORST = 5
-"""Groups and plans in a table: those with the longest waits, and the newest plans."""
+"""Rows of the tables of groups (with the longest waits) and of plans (the newest)."""
 
 
 @options.command(
     "trace", "trace run.json", "trace run.json --png run.png", "trace run.json.gz --json"
 )
 @click.argument("file", metavar="FILE", shell_complete=options.complete_files)
-@click.option("--png", metavar="PICTURE", help="Draw it too. Needs matplotlib.")
+@click.option(
+    "--png", metavar="PICTURE", help="Also draw the run to this file. Requires matplotlib."
+)
 def trace(file: str, png: str | None, as_json: bool) -> None:
     """Summarize a recorded run: waits, transfers and passes.
 
-    FILE is written by `store.trace(path)`. OVERLAP: fraction of transfer time hidden behind
-    compute. A PASS is one call of a whole model, such as one step of denoising. A PLAN is that of a
-    loop, followed until it was LEFT. The picture shows the bytes on each tier over time against its
-    budget, the share of the time that callers waited, and when models ran, plans were followed,
-    bytes moved, and callers computed or waited.
+    FILE is written by `store.trace(path)`. OVERLAP is the fraction of transfer time hidden behind
+    compute. A PASS is one call of a whole model, such as one denoising step. A PLAN is the plan of
+    a loop, followed until it was LEFT. The picture shows the bytes on each tier over time against
+    its budget, the fraction of time that callers waited, and a timeline of passes, plans,
+    transfers, computing and waits.
     """
     recorded = recorded_in(file)
     if png is not None:
@@ -45,8 +47,8 @@ def trace(file: str, png: str | None, as_json: bool) -> None:
         _show(document)
     if recorded.dropped:
         remark(
-            f"{count(recorded.dropped, 'older event')} were forgotten: sums are of all events, "
-            "tables of groups and the picture of the newest."
+            f"{count(recorded.dropped, 'older event')} were dropped: totals cover all events, "
+            "tables of groups and the picture only the newest."
         )
 
 
@@ -64,7 +66,7 @@ def _draw_picture(recorded: Recorded, png: str) -> None:
     except ImportError as error:
         raise Failure(
             f"the picture cannot be drawn: {error}",
-            "Install what draws it: pip install 'tierstore[plot]'",
+            "Install matplotlib: pip install 'tierstore[plot]'",
             Code.UNEXPECTED,
         ) from error
     with transfer_errors("writing", path=png):
@@ -88,7 +90,7 @@ def _document(recorded: Recorded) -> Document:
         "uses": len(recorded.uses),
         "groups": len(recorded.groups),
         **{name: stats[name] for name in ("hits", "late", "misses", "stalled_seconds", "overlap")},
-        "hops": [  # seconds in which any bytes moved, bytes per second
+        "hops": [  # seconds during which bytes moved; bytes per second
             {
                 "kind": KINDS[hop],
                 "nbytes": stats[field],
@@ -98,7 +100,7 @@ def _document(recorded: Recorded) -> Document:
             for hop, field in BYTES_MOVED.items()
             if stats[field] or hop in busy
         ],
-        # A tier that only an edited trace has, has no peak.
+        # An edited trace may have a tier without a peak.
         "tiers": [{"tier": t, "peak": peaks.get(t), "budget": budgets[t]} for t in budgets],
         "passes": [dataclasses.asdict(one) for one in passes_of(recorded.slices)],
         "plans": [
@@ -148,14 +150,14 @@ _PASSES = (
 )
 _PLANS = (
     Column("PLAN OF", lambda plan: count(plan.get("steps", 0), "step"), right=True),
-    Column("SINCE", lambda plan: _seconds(plan["start"]), right=True),
-    Column("FOR", lambda plan: _seconds(plan["seconds"]), right=True),
+    Column("START", lambda plan: _seconds(plan["start"]), right=True),
+    Column("DURATION", lambda plan: _seconds(plan["seconds"]), right=True),
     Column("LEFT", lambda plan: plan.get("left", "not"), flexible=True),
 )
 _STALLS = (
     Column("WAITED FOR", lambda stall: stall["key"], flexible=True),
     Column("TIMES", lambda stall: f"{stall['count']:,}", right=True),
-    Column("IN ALL", lambda stall: _seconds(stall["seconds"]), right=True),
+    Column("TOTAL", lambda stall: _seconds(stall["seconds"]), right=True),
 )
 
 

@@ -1,6 +1,6 @@
-"""SERVE: planner, mover and callers in agreement, under one lock.
+"""SERVE: keeps planner, mover and callers consistent, under one lock.
 
-`core.Core` is what is believed of the groups; parts that hold it do one thing each: leases, puts,
-saves, groups by reference, mutable groups, saved tensors. `engine.Engine` puts them together. What
-is changed is changed in transactions (`transaction.py`).
+`core.Core` is the state of all groups. Each other part does one thing with it: leases, puts, saves,
+registered groups, mutable groups, saved tensors. `engine.Engine` composes them. All changes are
+made in transactions (`transaction.py`).
 """

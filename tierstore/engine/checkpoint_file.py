@@ -1,4 +1,4 @@
-"""What is known of one file of a checkpoint, wherever it lies."""
+"""Metadata of one file of a checkpoint, local or remote."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierstore.tiers.object_store import ObjectStamp, RemoteObject
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """One file of a checkpoint and the tensors in it. `path` is a URL if it is `remote`."""
+    """One file of a checkpoint and its tensors. `path` is a URL if the file is `remote`."""
 
     path: str
     stamp: FileStamp | ObjectStamp

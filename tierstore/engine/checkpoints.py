@@ -1,9 +1,9 @@
-"""Safetensors checkpoints by reference: their headers, and the files that belong together.
+"""Read the headers of safetensors checkpoints.
 
-A checkpoint is one `.safetensors` file, or a directory with one, with several, or with an
-`*.index.json` that says which shard holds which tensor, or such an index, whatever its name.
-Nothing is copied: what comes back are the tensors' places in the files. All of it may lie in an
-object store, by its URL: see `tierstore.engine.remote_checkpoints`.
+A checkpoint is a `.safetensors` file; a directory with one or several of them, or with an
+`*.index.json` that maps tensors to shards; or such an index, under any name. No tensor is read or
+copied: the result is the location of each tensor in the files. A checkpoint may also lie in an
+object store, given by its URL: see `tierstore.engine.remote_checkpoints`.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ MAX_SHARDS = 10_000
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointFile]:
-    """The files of the checkpoint at `path` with all their tensors.
+    """Return the files of the checkpoint at `path` with all their tensors.
 
     Raises TransferError if a file cannot be read, InvalidHeaderError if a header or the index is
-    malformed, ValueError if two files hold a tensor of the same name.
+    malformed, ValueError if two files have a tensor of the same name.
     """
     if is_url(path):
-        return _without_repeats(remote_checkpoint(path, indexed))
-    return _without_repeats([read_file(name) for name in _with_bar(path)])
+        return _check_unique_names(remote_checkpoint(path, indexed))
+    return _check_unique_names([read_file(name) for name in _with_bar(path)])
 
 
 async def aread_checkpoint(path: str | os.PathLike[str]) -> list[CheckpointFile]:
-    """`read_checkpoint` for coroutines: no file access on the event loop's thread."""
+    """Async `read_checkpoint`. Never accesses files on the event loop's thread."""
     if is_url(path):
         return await asyncio.to_thread(read_checkpoint, path)
-    return _without_repeats([await aread_file(name) for name in _with_bar(path)])
+    return _check_unique_names([await aread_file(name) for name in _with_bar(path)])
 
 
 def _with_bar(path: str | os.PathLike[str]) -> Iterable[str]:
@@ -55,9 +55,9 @@ def _with_bar(path: str | os.PathLike[str]) -> Iterable[str]:
 
 
 def checkpoint_files(path: str | os.PathLike[str]) -> list[str]:
-    """The safetensors files of a checkpoint: absolute paths, links resolved.
+    """Return the safetensors files of a checkpoint: absolute paths, links resolved.
 
-    Raises TransferError if it has none, or if that cannot be told.
+    Raises TransferError if there are none, or if the directory cannot be read.
     """
     try:
         return _files_of(Path(path))
@@ -70,12 +70,14 @@ def _files_of(place: Path) -> list[str]:
         if place.suffix != ".json":
             return [os.path.realpath(place)]
         names = _indexed(place)
-        if "safetensors" not in place.name:  # it may be of torch pickles
+        if "safetensors" not in place.name:  # it may list torch pickles
             names = names if all(name.suffix == ".safetensors" for name in names) else []
     else:
         indexes = [i for i in sorted(place.glob("*.index.json")) if "safetensors" in i.name]
         if len(indexes) > 1:
-            raise ValueError(f"{place} has {len(indexes)} index files: pass the one that is meant")
+            raise ValueError(
+                f"{place} has {len(indexes)} index files: pass the path of one of them"
+            )
         names = _indexed(indexes[0]) if indexes else sorted(place.glob("*.safetensors"))
     if not names:
         raise TransferError(
@@ -87,13 +89,13 @@ def _files_of(place: Path) -> list[str]:
 
 
 def _indexed(index: Path) -> list[Path]:
-    def refuse(why: str) -> NoReturn:
-        raise InvalidHeaderError(f"{index}: {why}; download or save it again", path=str(index))
+    def fail(reason: str) -> NoReturn:
+        raise InvalidHeaderError(f"{index}: {reason}; download or save it again", path=str(index))
 
     try:
-        with open(index, "rb", opener=_open_at_once) as file:
-            if _regular(file.fileno(), str(index)).st_size > MAX_INDEX_BYTES:
-                refuse("the index is too large to be one")
+        with open(index, "rb", opener=_open_nonblocking) as file:
+            if _stat_regular(file.fileno(), str(index)).st_size > MAX_INDEX_BYTES:
+                fail("the index is too large to be one")
             raw = file.read(MAX_INDEX_BYTES)
     except OSError as error:
         raise transfer_error(error, "reading", key=None, path=str(index)) from error
@@ -101,70 +103,70 @@ def _indexed(index: Path) -> list[Path]:
 
 
 def indexed(raw: bytes, path: str) -> list[str]:
-    """The names of the files that an index (its bytes, and where it lies) lists, sorted.
+    """Return the sorted names of the files that an index lists.
 
-    Raises InvalidHeaderError.
+    `raw` is its content, and `path` its location, for errors. Raises InvalidHeaderError.
     """
 
-    def refuse(why: str) -> NoReturn:
-        raise InvalidHeaderError(f"{path}: {why}; download or save it again", path=path)
+    def fail(reason: str) -> NoReturn:
+        raise InvalidHeaderError(f"{path}: {reason}; download or save it again", path=path)
 
     if len(raw) > MAX_INDEX_BYTES:
-        refuse("the index is too large to be one")
-    scanner = Scanner(raw, lambda why: refuse(f"the index is malformed: {why}"))
-    names = _shards(scanner, refuse)
+        fail("the index is too large to be one")
+    scanner = Scanner(raw, lambda reason: fail(f"the index is malformed: {reason}"))
+    names = _shards(scanner, fail)
     scanner.end()
     if names is None:
-        refuse("the index is malformed: it has no weight_map")
+        fail("the index is malformed: it has no weight_map")
     if not all(map(_is_file_name, names)):
-        refuse("the index names files outside its directory")
+        fail("the index names files outside its directory")
     return sorted(names)
 
 
-def _shards(scanner: Scanner, refuse: Callable[[str], NoReturn]) -> set[str] | None:
-    """The files that an index names, in its `weight_map` or by being the map itself."""
+def _shards(scanner: Scanner, fail: Callable[[str], NoReturn]) -> set[str] | None:
+    """Return the files that an index names, in its `weight_map` or at its top level."""
     names: set[str] | None = None
     bare: set[str] | None = set()
     for member in scanner.members(MAX_INDEXED):
         if member == "weight_map":
             names = set()
             for _ in scanner.members(MAX_INDEXED):
-                _add(names, scanner, refuse)
-        elif bare is not None and scanner.sees(b'"'):
-            _add(bare, scanner, refuse)
+                _add(names, scanner, fail)
+        elif bare is not None and scanner.peek(b'"'):
+            _add(bare, scanner, fail)
         else:
             bare = None
             scanner.skip()
     return (bare or None) if names is None else names
 
 
-def _add(names: set[str], scanner: Scanner, refuse: Callable[[str], NoReturn]) -> None:
+def _add(names: set[str], scanner: Scanner, fail: Callable[[str], NoReturn]) -> None:
     names.add(scanner.text())
     if len(names) > MAX_SHARDS:
-        refuse(f"the index names more than {MAX_SHARDS} files")
+        fail(f"the index names more than {MAX_SHARDS} files")
 
 
 def _is_file_name(name: str) -> bool:
     return name not in ("", ".", "..") and "\0" not in name and os.path.basename(name) == name
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe in its place shall keep nobody waiting
+def _open_nonblocking(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a pipe must not block
 
 
-def _regular(descriptor: int, path: str) -> os.stat_result:
-    """The status of an open file, if it is a regular one."""
+def _stat_regular(descriptor: int, path: str) -> os.stat_result:
+    """Return the status of an open file. Raises TransferError if it is not a regular file."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
-        raise TransferError(f"{path} is no regular file: pass a checkpoint", path=path)
+        raise TransferError(f"{path} is not a regular file: pass a checkpoint", path=path)
     return status
 
 
 def read_file(path: str) -> CheckpointFile:
-    """One safetensors file, its header validated."""
+    """Read and validate the header of one safetensors file."""
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
-            stamp = FileStamp.of(_regular(file.fileno(), path))
+        with open(path, "rb", opener=_open_nonblocking) as file:
+            stamp = FileStamp.of(_stat_regular(file.fileno(), path))
             length = header_length(file.read(LENGTH_BYTES), stamp.size, path)
             raw = file.read(length)
     except OSError as error:
@@ -173,10 +175,10 @@ def read_file(path: str) -> CheckpointFile:
 
 
 async def aread_file(path: str) -> CheckpointFile:
-    """`read_file` for coroutines."""
+    """Async `read_file`."""
     try:
-        async with aiofiles.open(path, "rb", opener=_open_at_once) as file:
-            stamp = FileStamp.of(_regular(file.fileno(), path))
+        async with aiofiles.open(path, "rb", opener=_open_nonblocking) as file:
+            stamp = FileStamp.of(_stat_regular(file.fileno(), path))
             length = header_length(await file.read(LENGTH_BYTES), stamp.size, path)
             raw = await file.read(length)
     except OSError as error:
@@ -197,7 +199,7 @@ def _checkpoint_file(path: str, stamp: FileStamp, header: Header) -> CheckpointF
     return CheckpointFile(path, stamp, header.digest, tensors, header.metadata)
 
 
-def _without_repeats(files: list[CheckpointFile]) -> list[CheckpointFile]:
+def _check_unique_names(files: list[CheckpointFile]) -> list[CheckpointFile]:
     seen: dict[str, str] = {}
     for file in files:
         for tensor in file.tensors:

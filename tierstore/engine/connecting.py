@@ -1,4 +1,4 @@
-"""How the engine of a worker is made: one whose weights a service serves."""
+"""Create the engine of a worker, whose registered weights are held by a service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierstore.engine.settings import (
     Settings,
     Size,
     TierSettings,
-    is_chosen,
+    is_explicit,
     resolve_budgets,
     resolve_device,
 )
@@ -33,16 +33,16 @@ def connected_engine(
     ram_budget: Size,
     disk_dir: str | os.PathLike[str] | None,
 ) -> tuple[torch.device, Engine]:
-    """The device, and an engine that is connected. See `TierStore.connect`."""
+    """Return the device and an engine connected to a service. See `TierStore.connect`."""
     device = resolve_device(device)
     directory = resolved_directory(
         tempfile.mkdtemp(prefix="tierstore-") if disk_dir is None else disk_dir
     )
     try:
-        nothing = str(ram_budget) in ("0", "0B")  # of its own; else it is one page at least
-        ram = PAGE if nothing else ram_budget
+        no_ram = str(ram_budget) in ("0", "0B")  # any other budget is at least one page
+        ram = PAGE if no_ram else ram_budget
         budgets = resolve_budgets(device, ram, device_budget, None, Path(directory))
-        if nothing:
+        if no_ram:
             budgets[Tier.HOST] = 0
         if disk_dir is None:
             budgets[Tier.DISK] = 0
@@ -55,7 +55,7 @@ def connected_engine(
             ),
             disk_dir=directory,
             policy="next-use",
-            device_budget_may_grow=device.type != "cpu" and not is_chosen(device_budget),
+            device_budget_may_grow=device.type != "cpu" and not is_explicit(device_budget),
         )
         engine = Engine(settings)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Threads that copy for coroutines, whose event loop must not wait for memory."""
+"""Threads that copy tensors for coroutines, so that the event loop does not block."""
 
 from __future__ import annotations
 
@@ -12,27 +12,30 @@ import torch
 
 T = TypeVar("T")
 
-COUNT = 4
-"""Threads, at most."""
+MAX_THREADS = 4
+"""Size of the thread pool."""
 
 
 class CopyThreads:
-    """They are not those of the loop: all of these may wait for a lease that is released next."""
+    """A thread pool apart from the event loop's default pool.
+
+    All threads of that pool may be waiting for a lease that a job here releases.
+    """
 
     def __init__(
         self,
         begin: Callable[[], None] = lambda: None,
         current_stream: Callable[[], torch.Stream | None] = lambda: None,
     ) -> None:
-        """Each thread calls `begin` first; it must not raise. `current_stream` is of the caller."""
+        """Each thread first calls `begin`, which must not raise. See `run` for the stream."""
         self._current_stream = current_stream
-        self._threads = ThreadPoolExecutor(COUNT, "tierstore-copy", begin)
+        self._threads = ThreadPoolExecutor(MAX_THREADS, "tierstore-copy", begin)
 
     async def run(self, job: Callable[[], T]) -> T:
-        """Run `job` on one of the threads, in order with the device work of this one.
+        """Run `job` on a pool thread, in order with device work on the caller's current stream.
 
-        Whoever awaits it may be cancelled: that shows once the job is at its end, so that it reads
-        nothing any more that was lent to it.
+        A cancellation is raised only once the job has ended: the job may read leased memory, which
+        the caller releases next.
         """
         stream = self._current_stream()
         here: AbstractContextManager[object] = nullcontext() if stream is None else stream
@@ -43,7 +46,7 @@ class CopyThreads:
 
         try:
             running = asyncio.get_running_loop().run_in_executor(self._threads, in_order)
-        except RuntimeError:  # the interpreter is ending, and there are no new threads any more
+        except RuntimeError:  # the interpreter is shutting down, and starts no threads
             return job()
         cancelled = None
         while not running.done():
@@ -52,10 +55,10 @@ class CopyThreads:
             except asyncio.CancelledError as error:
                 cancelled = error
         if cancelled is not None:
-            running.exception()  # nobody else asks for it
+            running.exception()  # mark it as retrieved, or asyncio logs it
             raise cancelled
         return running.result()
 
     def stop(self) -> None:
-        """End the threads, once they have done what they were given. Does not wait."""
+        """End the threads once their jobs are done. Does not wait."""
         self._threads.shutdown(wait=False)

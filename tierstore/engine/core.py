@@ -1,12 +1,12 @@
-"""What a store believes: the planner, the mover, and who waits, in agreement.
+"""The state of a store: keeps the planner, the mover and the waiting callers consistent.
 
 This is the only module that knows both planner and mover. Every transaction follows one pattern:
-tell the planner, and hand its instructions to the mover, so that their order is kept. The mover's
-threads report back in the same way. Nothing here waits.
+pass an event to the planner, and its instructions, in order, to the mover. The mover's threads
+report back in the same way. Nothing here blocks.
 
-The planner can be made anew at any time. What is true of a group is known elsewhere: which copies
-the mover has made and is making, which generation of a key readers see, and what is leased. If a
-transaction was cut short, whatever the planner believed by then is forgotten.
+The planner can be rebuilt at any time, because the facts are held elsewhere: the copies that exist
+and that are in progress (mover), the generation of each key that readers see, and the leases. If a
+transaction is interrupted, the state of the planner is discarded.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tierstore.errors import (
 )
 from tierstore.model import events
 from tierstore.model.groups import NO_GROUP, GroupId
-from tierstore.model.locks import RLock, held_here, inside, may_wait
+from tierstore.model.locks import RLock, inside, is_owner, may_wait
 from tierstore.model.moves import Copy, Instruction
 from tierstore.model.objects import StoredObject
 from tierstore.model.tiers import Access, Tier
@@ -51,7 +51,7 @@ from tierstore.observe.observer import Observer
 from tierstore.plan.planner import planner_for
 from tierstore.system.collector import paused
 from tierstore.system.objects import object_name
-from tierstore.system.streams import is_captured, question_of_capture
+from tierstore.system.streams import capture_query, is_captured
 from tierstore.tiers.assembly import build
 from tierstore.tiers.directory import ObjectDirectory
 from tierstore.tiers.entry import GroupEntry
@@ -61,61 +61,61 @@ from tierstore.torch_private import stream_of_device
 
 
 class LoopLeftError(Exception):
-    """The plan of a loop was left while it was being entered."""
+    """The plan of a loop was abandoned while a thread entered it."""
 
 
 class FollowedLoop(Protocol):
-    """The runner of the plan that is followed. See `tierstore.engine.loop_runner`."""
+    """The runner of the plan that a loop follows. See `tierstore.engine.loop_runner`."""
 
     keys: frozenset[str]
 
     @property
     def left(self) -> object:
-        """How the plan was left; None while it is followed."""
+        """The reason why the plan was left, or None while it is followed."""
 
     def leave(self, reason: str) -> None:
-        """Follow it no more, as part of a transaction."""
+        """Stop following the plan. Part of a transaction."""
 
-    def borrowed(self) -> Iterator[tuple[Tier, int]]:
-        """The bytes that it has of tiers now."""
+    def reserved_bytes(self) -> Iterator[tuple[Tier, int]]:
+        """Yield the bytes that it has reserved, by tier."""
 
 
 class Core:
-    """What the parts of the engine share. Its methods need the lock, unless they say otherwise.
+    """State shared by the parts of the engine. Methods need the lock, unless they say otherwise.
 
-    `current` has the group that readers see of each key; `unseen` are groups that are being put,
-    with the caller that fills the room that it was granted, or None.
-    `leases` are out, and `revocable` those of them whose holders do not use them at this moment.
-    `deferred` is what finalizers want done: they may run in the middle of any transaction, so it is
-    done by the next one. Each can be done again if that was cut short.
+    `current` is the group that readers see, by key. `unpublished` are the groups that are being
+    put, with the caller that fills the memory granted to it, or None.
+    `leases` are the open leases, and `revocable` those that their holders do not use at the moment.
+    `deferred` are actions of finalizers, which may run inside any transaction. The next transaction
+    runs them; each can be repeated if that one is interrupted.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.device = settings.tiers.device
         self.settings = settings
         self.lock = RLock()
-        self.dirty = False  # a transaction has begun, and is not over
-        self.closing = False  # nothing new may begin; what there is, is being saved
+        self.dirty = False  # a transaction has begun and has not ended
+        self.closing = False  # no new calls; durable groups are being saved
         self.closed = False
         self.current: dict[str, GroupId] = {}
-        self.unseen: dict[GroupId, object] = {}
+        self.unpublished: dict[GroupId, object] = {}
         self.leases: dict[LeaseRecord, None] = {}
         self.revocable: dict[LeaseRecord, None] = {}
         self.deferred: deque[Callable[[], object]] = deque()
-        self.permanent_host_bytes = 0  # bytes leased in host memory by who never gives them back
-        self.shared_budget = 0  # bytes that a service allows to be leased at once
-        self.largest = 0  # bytes of the largest group that was leased or saved for autograd so far
+        self.permanent_host_bytes = 0  # leased in host memory, never released
+        self.shared_budget = 0  # bytes that a service allows this worker to lease at once
+        self.largest = 0  # bytes of the largest group leased, or saved for autograd
         self.measurements = Measurements()
         self.followed: FollowedLoop | None = None
         self._pid = os.getpid()
         self._numbers = itertools.count(1)
         self.references = ObjectReferences(self)
         self._begin_planning()
-        self.queue = WaitQueue(self._ready, partial(_is_idle, self), self._refuse_the_hopeless)
+        self.queue = WaitQueue(self._ready, partial(_is_idle, self), self._fail_blocked)
         self.directory = ObjectDirectory(settings.disk_dir)
         try:
             self.reports = TransferReports(self)
-            self.tiers, self.mover = build(settings.tiers, self.directory, self.reports.told())
+            self.tiers, self.mover = build(settings.tiers, self.directory, self.reports.callbacks())
         except BaseException:
             self.directory.close()
             raise
@@ -126,33 +126,35 @@ class Core:
             times = None if device is None else device.times
             self.observer = Observer(self.mover.journal, times, self.measurements.ran)
             self._recover()
-            self.observer.level(self.planner.used)
+            self.observer.record_levels(self.planner.used)
         except BaseException:
             self.finalizer()
             raise
 
     def _begin_planning(self) -> None:
-        """Have a planner that knows nothing yet, and the log of what it is told."""
+        """Create an empty planner, and the log of its events."""
         budgets, policy = self.settings.tiers.budgets, self.settings.policy
         on_device = self.device.type != "cpu"
         self.planner = planner_for(budgets, policy, timed_by_device=on_device)
         self.events = EventLog(budgets, policy, timed_by_device=on_device)
-        self._instructed: list[Instruction] = []  # to make room, and not handed out yet
+        self._instructed: list[
+            Instruction
+        ] = []  # instructions that free disk space, not yet delivered
 
     def _recover(self) -> None:
-        """Know the groups that the directory holds."""
+        """Register the groups found in the directory."""
         instructions: list[Instruction] = []
         with paused():
-            entries = [self._recovered(stored) for stored in self.directory.objects()]
+            entries = [self._recovered_entry(stored) for stored in self.directory.objects()]
             self.mover.add(*entries)
             for entry in entries:
                 group = entry.group
-                instructions += self.handled(events.Registered(group, entry.spec.nbytes))
+                instructions += self.instructions_for(events.Registered(group, entry.spec.nbytes))
                 self.tiers.disk.add_file(group.key)
                 self.current[group.key] = group
         self.deliver(instructions)
-        self.references.found(self.current)
-        self.deliver(self.references.make_room(0))
+        self.references.add_existing(self.current)
+        self.deliver(self.references.free_disk(0))
         budget, held = self.planner.budgets[Tier.DISK], self.planner.used[Tier.DISK]
         if budget is not None and held > budget:
             raise BudgetError(
@@ -163,7 +165,7 @@ class Core:
                 "raise disk_budget, or remove groups with tierstore-inspect rm",
             )
 
-    def _recovered(self, stored: StoredObject) -> GroupEntry:
+    def _recovered_entry(self, stored: StoredObject) -> GroupEntry:
         source = stored.source(self.directory.path_of(stored.key))
         group = GroupId(stored.key, 0)
         return GroupEntry(group, stored.spec(), source, stored.packing, single=stored.single)
@@ -171,184 +173,188 @@ class Core:
     # Keys and groups ---------------------------------------------------------------------------
 
     def new_group(self, key: str) -> GroupId:
-        """A generation of the key that there was not yet. Needs no lock."""
+        """Return a new generation of a key. Needs no lock."""
         return GroupId(key, next(self._numbers))
 
-    def newest(self) -> int:
-        """A number that is higher than those of all generations so far. Needs no lock."""
+    def next_number(self) -> int:
+        """Return a number higher than those of all generations so far. Needs no lock."""
         return next(self._numbers)
 
     def lookup(self, key: str) -> GroupId:
-        """The group that readers see. Raises UnknownKeyError, or says why its file is damaged."""
+        """Return the group that readers see. Raises UnknownKeyError, or why its file is damaged."""
         group = self.current.get(key)
         if group is None:
             damage = None
-            with suppress(ValueError, AttributeError):  # there cannot be such a key
+            with suppress(ValueError, AttributeError):  # not a valid key
                 damage = self.directory.damaged.get(object_name(key))
             raise damage or UnknownKeyError(key)
         return group
 
-    def refuse_duplicate(self, key: str) -> None:
-        """Raise DuplicateKeyError if readers see a group of the key, and no finalizer has discarded
-        it in the middle of a transaction: then it goes now."""
+    def check_key_is_new(self, key: str) -> None:
+        """Raise DuplicateKeyError if there is a group with this key.
+
+        First runs deferred actions: a finalizer may have discarded the group.
+        """
         if self.deferred and not inside():
-            transact(self, self.collect_garbage)
+            transact(self, self.run_deferred)
         if key in self.current:
             raise DuplicateKeyError(key)
 
     def leave_loop(self, reason: str, key: str | None = None) -> None:
-        """Have the plan of a loop left, if one is followed (and uses this key)."""
+        """Leave the plan of a loop, if one is followed and (given a key) uses that key."""
         followed = self.followed
         if followed is not None and (key is None or key in followed.keys):
             followed.leave(reason)
 
     def check_still_entering(self, request: Request) -> None:
-        """Raise LoopLeftError if a request is for entering a plan that was left meanwhile."""
+        """Raise LoopLeftError if the request belongs to entering a plan that was left meanwhile."""
         followed = self.followed
         if followed is not None and request.owner is followed and followed.left is not None:
             raise LoopLeftError
 
-    # Whether a call may go on: none of these needs the lock ---------------------------------------
+    # Checks at the start of a call: none needs the lock ------------------------------------------
 
-    def ended(self) -> bool:
-        """Whether the store was closed, by `close` or by the end of the interpreter."""
+    def is_stopped(self) -> bool:
+        """Return True if the store was closed, by `close` or at interpreter exit."""
         return self.closed or self.mover.stopped
 
     def check_open(self, *, saving: bool = False) -> None:
-        """Raise ClosedError if the store is closed, or is being closed and this saves nothing."""
-        if self.ended() or (self.closing and not saving):
+        """Raise ClosedError if the store is closed, or is closing and this is not a save."""
+        if self.is_stopped() or (self.closing and not saving):
             raise ClosedError(
-                "the store is closed: open a new TierStore on its disk_dir, and give it the models "
-                "again (such as enable_group_offload(pipe, store))"
+                "the store is closed: open a new TierStore on its disk_dir, and offload the models "
+                "to it again (such as enable_group_offload(pipe, store))"
             )
 
     def forked(self) -> bool:
-        """Whether this process is a child of the one that opened the store."""
+        """Return True if this process was forked from the one that opened the store."""
         return os.getpid() != self._pid
 
     def check_process(self) -> None:
         """Raise ClosedError in a forked process."""
         if self.forked():
             raise ClosedError(
-                "this process was forked from the one that opened the store: open a TierStore of "
-                "its own, with another disk_dir, after the fork"
+                "this process was forked from the one that opened the store: open another "
+                "TierStore, with another disk_dir, after the fork"
             )
 
-    def refuse_capture(self) -> None:
-        """Raise CaptureError, before anything is done, where a graph is being captured."""
-        ask = question_of_capture(self.device.type)
+    def check_not_capturing(self) -> None:
+        """Raise CaptureError if the current stream is being captured into a graph."""
+        ask = capture_query(self.device.type)
         if ask is not None and ask():
             raise CaptureError
 
     def current_stream(self) -> torch.Stream | None:
-        """The stream of the caller's device work; None on the CPU."""
+        """Return the caller's current stream on the device; None on the CPU."""
         if self.device.type == "cpu":
             return None
         return stream_of_device(self.device.index)
 
     @staticmethod
     def order_after_arrival(entry: GroupEntry, stream: torch.Stream | None) -> None:
-        """What the stream does from now on, it does when the group is there."""
+        """Make later work on the stream wait until the group has arrived."""
         if entry.arrival is not None and stream is not None:
             stream.wait_event(entry.arrival)
 
     # Between the planner and the mover -----------------------------------------------------------
 
-    def tell(self, event: events.Event) -> None:
-        """Tell the planner what happened, and see that what it instructs is done."""
-        self.deliver(self.handled(event))
+    def apply(self, event: events.Event) -> None:
+        """Pass an event to the planner, and deliver its instructions."""
+        self.deliver(self.instructions_for(event))
 
-    def handled(self, event: events.Event, *, make_room: bool = True) -> list[Instruction]:
-        """Tell the planner what happened. Returns its instructions, for `deliver`.
+    def instructions_for(self, event: events.Event, *, free_disk: bool = True) -> list[Instruction]:
+        """Pass an event to the planner. Return its instructions, for `deliver`.
 
-        Before that, object files that nothing refers to make room on disk, if they are to.
+        With `free_disk`, first removes unreferenced object files if the event needs disk space.
         """
-        if make_room:  # noted first: if the planner raises, they are handed out the next time
-            self._instructed += self.references.make_room_before(event)
+        if free_disk:  # stored first: if the planner raises, the next call returns them
+            self._instructed += self.references.free_disk_for(event)
         now = time.monotonic()
         instructions = self.planner.handle(event, now)
         self.events.note(now, event, instructions)
-        if make_room:
+        if free_disk:
             instructions = self._instructed + instructions
             self._instructed = []
         return instructions
 
     def deliver(self, instructions: list[Instruction]) -> None:
-        """Hand the planner's instructions on, in order, and wake the waiters that it can help.
+        """Pass instructions to the mover, in order, and wake the waiters that may proceed.
 
-        What is over at once makes the planner instruct more, until nothing is.
+        Copies that finish at once cause further instructions: repeats until there are none.
         """
         idle = self.idle_memory
         while instructions:
             if not idle.wanted:
                 idle.note(instructions)
-            over = self.mover.accept(instructions)
-            instructions = [more for copy, error in over for more in self.ended_copy(copy, error)]
+            finished = self.mover.accept(instructions)
+            instructions = [
+                more for copy, error in finished for more in self.copy_finished(copy, error)
+            ]
         if not idle.wanted:
-            idle.give_back()
-        self.observer.level(self.planner.used)
-        self.queue.changed()
+            idle.free()
+        self.observer.record_levels(self.planner.used)
+        self.queue.notify_change()
 
-    def ended_copy(self, copy: Copy, error: BaseException | None) -> list[Instruction]:
-        """Tell the planner of the end of a copy. Returns its instructions, for `deliver`."""
+    def copy_finished(self, copy: Copy, error: BaseException | None) -> list[Instruction]:
+        """Report a finished copy to the planner. Return its instructions, for `deliver`."""
         if error is not None:
-            return self.handled(events.Failed(copy.group, copy.src, copy.dst, error))
-        timed = copy.dst is not Tier.DEVICE  # else it is queued
-        return self.handled(events.Arrived(copy.group, copy.src, copy.dst, timed))
+            return self.instructions_for(events.Failed(copy.group, copy.src, copy.dst, error))
+        timed = copy.dst is not Tier.DEVICE  # a copy to the device is only queued
+        return self.instructions_for(events.Arrived(copy.group, copy.src, copy.dst, timed))
 
     # Requests that wait --------------------------------------------------------------------------
 
     def _ready(self, request: Request) -> bool:
-        """Whether to try again can make a difference for a request that waits."""
+        """Return True if another attempt of a waiting request may succeed."""
         group, planner, kind = request.group, self.planner, request.kind
-        if self.closing or self.ended() or kind not in (RequestKind.LEASE, RequestKind.ROOM):
+        if self.closing or self.is_stopped() or kind not in (RequestKind.LEASE, RequestKind.PUT):
             return True
         if group not in planner or planner.error_of(group) is not None:
             return True
-        if kind is RequestKind.ROOM:
+        if kind is RequestKind.PUT:
             return planner.granted(group)
         if self.current.get(request.key) != group or planner.leasable(group, request.access):
             return True
         return request.access is not Access.READ and planner.leased_permanently(group)
 
-    def _refuse_the_hopeless(self, request: Request, held: set[GroupId]) -> None:
-        """Raise: whoever could give the room (or the group) back is waiting too.
+    def _fail_blocked(self, request: Request, held: set[GroupId]) -> None:
+        """Raise for a request that is blocked: every holder of memory (or of the group) waits too.
 
-        But not if that was garbage: leases that only a cycle of objects had, as an error and the
-        frames that it came through may be.
+        Does not raise if garbage collection released a lease. A cycle of objects can hold leases,
+        such as an error and the frames of its traceback.
         """
         gc.collect()
         if self.deferred:
-            self.collect_garbage()
-            return  # whom that helps was woken
+            self.run_deferred()
+            return  # the waiters that may proceed were woken
         if request.group in held:
             raise LeaseError(
-                f"group {request.key!r} is leased by callers that all wait for something: release "
-                "those leases first"
+                f"group {request.key!r} is leased by callers that all wait for the store (a "
+                "deadlock): release those leases first"
             )
         known = [self.mover.entry(group).spec.nbytes for group in held if group in self.planner]
         top = self.planner.top
-        nbytes = sum(known) + self.planner.borrowed[top]
+        nbytes = sum(known) + self.planner.carved_out[top]
         raise BudgetError(
             request.key,
             top.name,
             self.mover.entry(request.group).spec.nbytes,
             self.planner.budgets[top] or 0,
-            f"the leases of callers that all wait take {nbytes:,} bytes; release some of them "
-            "first, or raise the budget",
+            f"callers that all wait for the store hold leases of {nbytes:,} bytes; release some "
+            "of them first, or raise the budget",
         )
 
     def withdraw(self, demand: Demand) -> None:
-        """See that the planner pursues a demand no more."""
+        """Withdraw a demand from the planner."""
         if demand.group in self.planner:
             if demand.kind is RequestKind.HOST_LEASE and demand.purpose is not None:
-                self.tell(events.HostWithdrawn(demand.group, demand.purpose))
+                self.apply(events.HostWithdrawn(demand.group, demand.purpose))
             elif demand.kind is not RequestKind.SAVE:
-                self.tell(events.Withdrawn(demand.group))
-        end_room(self, demand.group)
+                self.apply(events.Withdrawn(demand.group))
+        end_fill(self, demand.group)
 
-    def collect_garbage(self) -> None:
-        """Do what finalizers have left, and take back what only garbage wanted."""
+    def run_deferred(self) -> None:
+        """Run the deferred actions of finalizers, and withdraw demands of dropped requests."""
         for demand in self.queue.lost_demands():
             self.withdraw(demand)
         while self.deferred:
@@ -356,19 +362,19 @@ class Core:
             self.deferred.popleft()
         self.idle_memory.collect()
 
-    def collect_garbage_if_free(self) -> None:
-        """Do what finalizers have left now, if that does not wait; else the next transaction does.
+    def run_deferred_if_free(self) -> None:
+        """Run deferred actions now if the lock is free; otherwise the next transaction does.
 
         For finalizers, on any thread and without the lock.
         """
-        if not (self.forked() or self.closing or self.ended() or is_captured(self.device)):
-            transact_if_free(self, self.collect_garbage)
+        if not (self.forked() or self.closing or self.is_stopped() or is_captured(self.device)):
+            transact_if_free(self, self.run_deferred)
 
     def wait_for_removal(self, removal: Future[None]) -> None:
-        """Wait until a file is removed, and wake who flushes: they wait for it, too.
+        """Wait until a file is removed, and wake callers of `flush`, which may wait for it too.
 
-        Where an event loop runs, or on a thread of the store (for a finalizer), nothing waits:
-        `flush` and `close` tell if it fails. Without the lock.
+        Does not block on a thread that runs an event loop, nor on a thread of the store (for a
+        finalizer). Then `flush` and `close` raise if the removal fails. Needs no lock.
         """
         if asyncio._get_running_loop() is not None or not may_wait():
             removal.then(self.reports.removed_if_open)
@@ -378,39 +384,41 @@ class Core:
         finally:
             self.reports.removed()
 
-    # After a transaction that was cut short ---------------------------------------------------
+    # After an interrupted transaction ----------------------------------------------------------
 
     def rebuild(self) -> None:
-        """Derive everything anew from what there is, after a transaction was cut short.
+        """Rebuild the state after an interrupted transaction.
 
-        What was learned of the order of use is lost, and so are hints. Whoever waits asks again.
+        Uses the copies of the mover, the current groups, and the open leases.
+
+        The learned order of use and all hints are lost. Waiting requests are made again.
         """
-        if self.ended():
+        if self.is_stopped():
             return
-        self.mover.catch_up()
+        self.mover.drain()
         self.mover.rebuild()
         for demand in self.queue.lost_demands():
-            self.unseen.pop(demand.group, None)
+            self.unpublished.pop(demand.group, None)
         peak = self.planner.peak
         self._begin_planning()
         instructions = []
         if self.shared_budget:
-            instructions = self.handled(events.SharedBudgetChanged(self.shared_budget))
-        for tier, nbytes in self.followed.borrowed() if self.followed is not None else ():
-            instructions += self.handled(events.MemoryBorrowed(tier, nbytes))
-        instructions += self.handled(events.Recovered(tuple(self._existing_groups())))
+            instructions = self.instructions_for(events.SharedBudgetChanged(self.shared_budget))
+        for tier, nbytes in self.followed.reserved_bytes() if self.followed is not None else ():
+            instructions += self.instructions_for(events.MemoryBorrowed(tier, nbytes))
+        instructions += self.instructions_for(events.Recovered(tuple(self._existing_groups())))
         for tier, nbytes in peak.items():
             self.planner.peak[tier] = max(self.planner.peak[tier], nbytes)
         for request in self.queue.requests():
             if request.kind in (RequestKind.LEASE, RequestKind.HOST_LEASE):
                 request.group = NO_GROUP
         leases = ((record.caller, record.group) for record in self.leases)
-        rooms = ((owner, group) for group, owner in self.unseen.items())
-        self.queue.recount(itertools.chain(leases, rooms))
+        puts = ((owner, group) for group, owner in self.unpublished.items())
+        self.queue.recount(itertools.chain(leases, puts))
         self.permanent_host_bytes = sum(
             self.mover.entry(record.group).spec.nbytes
             for record in self.leases
-            if record.held is not None and record.caller is None
+            if record.host_access is not None and record.caller is None
         )
         self.deliver(instructions)
 
@@ -428,84 +436,87 @@ class Core:
                 entry.spec.nbytes,
                 tuple(sorted({*self.mover.tiers_of(entry), *(dst for _, dst in moves)})),
                 moves,
-                tuple((n.access, n.caller is None) for n in records if n.held is None),
-                next((n.held for n in records if n.held is not None), None),
+                tuple((n.access, n.caller is None) for n in records if n.host_access is None),
+                next((n.host_access for n in records if n.host_access is not None), None),
                 backing=entry.backing,
                 use_order=entry.use_order,
                 sticky=entry.sticky,
-                shared=self.tiers.host.lends(entry),
+                shared=self.tiers.host.is_shared(entry),
                 visible=self.current.get(group.key) == group,
-                claimed=group in self.unseen,
+                claimed=group in self.unpublished,
             )
 
 
-def begin_room(core: Core, request: Request) -> None:
-    """A put has been granted its room: until `end_room`, others may wait for its caller."""
-    core.unseen[request.group] = request.owner
+def begin_fill(core: Core, request: Request) -> None:
+    """Mark a put as filling its memory: until `end_fill`, others may wait for its caller."""
+    core.unpublished[request.group] = request.owner
     core.queue.add_lease(request.owner, request.group)
 
 
-def end_room(core: Core, group: GroupId) -> None:
-    """A put is over, one way or the other. A second time, nothing happens."""
-    core.queue.remove_lease(core.unseen.pop(group, None), group)
+def end_fill(core: Core, group: GroupId) -> None:
+    """Mark a put as ended, published or not. A second call does nothing."""
+    core.queue.remove_lease(core.unpublished.pop(group, None), group)
 
 
 def _is_idle(core: Core, interrupted: Collection[Request]) -> bool:
-    """Whether nothing is on its way, but for what these and other callers are to fill."""
+    """Return True if no copy is in flight, except memory that callers fill or are about to."""
     planner = core.planner
-    filling = sum(owner is not None for owner in core.unseen.values())
+    filling = sum(owner is not None for owner in core.unpublished.values())
     for request in interrupted:
-        filling += request.kind is RequestKind.ROOM and planner.granted(request.group)
+        filling += request.kind is RequestKind.PUT and planner.granted(request.group)
     return planner.copies.in_flight <= filling
 
 
-def refuse_to_wait_for_itself(core: Core, request: Request) -> None:
-    """Raise LeaseError if a caller waits for a group that a lease of its own keeps from it: it
-    is to be saved or leased, and leased to be changed, or the other way round."""
+def check_not_waiting_for_itself(core: Core, request: Request) -> None:
+    """Raise LeaseError if a caller would wait for its own lease.
+
+    That is a save or lease of a group that the caller has leased for a change, or a lease for a
+    change of a group that it has leased to read.
+    """
     if request.group not in core.queue.held_by(request.owner):
         return
     changes = request.kind is RequestKind.LEASE and request.access is not Access.READ
     for record in core.leases:
         if record.group != request.group or record.caller != request.owner:
             continue
-        if request.kind is RequestKind.LEASE and record.held is not None:
-            continue  # who has it in host memory may read it on the device
+        if request.kind is RequestKind.LEASE and record.host_access is not None:
+            continue  # the holder of a host lease may read the group on the device
         if changes or record.access is not Access.READ:
             raise LeaseError(
-                f"group {request.key!r} is leased by this caller itself, which would wait for "
-                "that lease to be released: release it first"
+                f"group {request.key!r} is already leased by this caller, which would wait for "
+                "itself: release it first"
             )
 
 
-def refuse_beyond_the_disk(core: Core, key: str, nbytes: int) -> None:
-    """Raise BudgetError if so many bytes more are not allowed on disk."""
+def check_disk_budget(core: Core, key: str, nbytes: int) -> None:
+    """Raise BudgetError if `nbytes` more do not fit within the disk budget."""
     if inside():  # part of a transaction
-        core.deliver(core.references.make_room(nbytes))
+        core.deliver(core.references.free_disk(nbytes))
     else:
-        core.references.make_room_now(nbytes)
+        core.references.free_disk_now(nbytes)
     budget = core.planner.budgets[Tier.DISK]
     if budget is not None and core.planner.used[Tier.DISK] + nbytes > budget:
-        advice = "raise disk_budget, or discard groups that are not needed"
+        advice = "raise disk_budget, or discard groups that you do not need"
         raise BudgetError(key, Tier.DISK.name, nbytes, budget, advice)
 
 
 class TransferReports:
-    """What the mover's threads report, each in a transaction. They do not keep the core alive."""
+    """Reports of the mover's threads, each in a transaction. Does not keep the core alive."""
 
     def __init__(self, core: Core) -> None:
         self._core = weakref.ref(core)
 
     @property
     def core(self) -> Core:
-        """Whom is reported to, by who has seen to it that it is there."""
+        """The core. The caller must hold a reference to it."""
         core = self._core()
-        assert core is not None, "the store is gone"
+        assert core is not None, "the core was collected"
         return core
 
-    def told(self) -> MoverCallbacks:
-        """Where the mover reports to."""
+    def callbacks(self) -> MoverCallbacks:
+        """Return the callbacks for the mover."""
 
-        def over(copy: Copy, error: BaseException | None) -> None:
+        def finished(copy: Copy, error: BaseException | None) -> None:
             if (core := self._core()) is not None:
                 core.reports.arrived(copy, error)
 
@@ -514,44 +525,44 @@ class TransferReports:
                 core.reports.ending(copy)
 
         core = self.core
-        return MoverCallbacks(over, ending, core.measurements.moved)
+        return MoverCallbacks(finished, ending, core.measurements.moved)
 
     @transaction
     def ending(self, copy: Copy) -> None:
-        """The last bytes of a copy are asked for."""
-        self.core.tell(events.Ending(copy.group, copy.src, copy.dst))
+        """Report that a copy has requested its last bytes."""
+        self.core.apply(events.Ending(copy.group, copy.src, copy.dst))
 
     @transaction
     def arrived(self, copy: Copy, error: BaseException | None) -> None:
-        """A copy is done, or has failed."""
+        """Report that a copy has finished or failed."""
         core = self.core
-        instructions = core.ended_copy(copy, error)
-        core.mover.moved(copy)
+        instructions = core.copy_finished(copy, error)
+        core.mover.acknowledge(copy)
         core.deliver(instructions)
 
     @transaction
     def removed(self) -> None:
-        """A file was removed: who flushes may have waited for it."""
-        self.core.queue.changed()
+        """Report that a file was removed: callers of `flush` may wait for it."""
+        self.core.queue.notify_change()
 
     def removed_if_open(self) -> None:
-        """`removed`, unless nobody has the store any more."""
+        """Report that a file was removed, unless the store was collected."""
         core = self._core()
         if core is None:
             return
-        if held_here(core.lock):  # the file went before the transaction that removes it was over
-            core.queue.changed()
+        if is_owner(core.lock):  # removed before the transaction that asked for it ended
+            core.queue.notify_change()
         else:
             core.reports.removed()
 
 
 def _shut_down(mover: Mover, directory: ObjectDirectory, pid: int) -> None:
-    # A forked child has neither the threads nor the lock. And a thread that a dead disk has stopped
-    # may still write, some day: until then nobody else may have the directory.
+    # A forked child has neither the threads nor the lock. A thread that hangs on a dead disk may
+    # still write later: until it ends, no other store may open the directory.
     if os.getpid() != pid:
         return
-    if mover.runs_here():  # it had the last reference to the store, for a moment
+    if mover.runs_here():  # a mover thread held the last reference to the store
         end = threading.Thread(target=_shut_down, args=(mover, directory, pid))
-        end.start()  # no daemon: the interpreter waits for it
+        end.start()  # not a daemon: the interpreter waits for it
     elif mover.stop():
         directory.close()

@@ -1,4 +1,4 @@
-"""The memory of the accelerator that the store holds: what it may give back, and may take more."""
+"""The store's accelerator memory: freed on request, and its budget adjusted."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ logger = logging.getLogger("tierstore.engine")
 
 
 class DeviceMemory:
-    """For adapters, and, but for `count_outside`, only where there is an accelerator.
+    """The store's memory on the device. For adapters.
 
-    `retries` counts what ran once more because the device had no memory left.
+    All methods except `adjust_outside_bytes` need an accelerator. `retries` counts forwards that
+    ran again after the device was out of memory.
     """
 
     def __init__(self, core: Core, lease_table: LeaseTable) -> None:
@@ -32,36 +33,36 @@ class DeviceMemory:
     @property
     def _arena(self) -> Arena:
         device = self.core.tiers.device
-        assert device is not None, "there is no accelerator"
+        assert device is not None, "the store has no accelerator"
         return device.arena
 
     @transaction
     def spare_bytes(self) -> int:
-        """The bytes that `give_back` would give back now."""
+        """Return the number of bytes that `free_idle` would free now."""
         return self.core.planner.spare_bytes() + self._arena.idle_bytes
 
-    def give_back(self) -> None:
-        """Let others have the memory that the store holds there and that nobody uses.
+    def free_idle(self) -> None:
+        """Free the device memory that no lease uses, for other users of the device.
 
-        What is given up has a copy elsewhere. It comes back when it is needed. Waits for the device
-        to be done with it.
+        Evicts only groups that have a copy on another tier; they return on demand. Waits until the
+        device has finished with the memory.
         """
         self._vacate()
-        self.core.mover.catch_up()  # the slots of what was given up are idle by then
-        self._arena.give_back_idle()
+        self.core.mover.drain()  # then the slots of evicted groups are idle
+        self._arena.free_idle()
 
     @transaction
     def _vacate(self) -> None:
         self.core.check_open()
-        self.core.leave_loop("the device's memory was wanted")
+        self.core.leave_loop("device memory was needed")
         self._lease_table.revoke_all()
-        self.core.tell(events.DeviceVacated())
+        self.core.apply(events.DeviceVacated())
 
-    def count_outside(self, nbytes: int) -> None:
-        """So many bytes more (or fewer, if negative) are used outside of the store on its fastest
-        tier: its budget there is smaller by as much. A store that has ended has no budget.
+    def adjust_outside_bytes(self, nbytes: int) -> None:
+        """Reduce the budget of the fastest tier by bytes that are used outside of the store.
 
-        Raises BudgetError if nothing would be left.
+        A negative number increases it again. Does nothing in a closed store. Raises BudgetError if
+        no budget would remain.
         """
         budget = self._count_outside(nbytes)
         if nbytes and budget is not None:  # without the lock, as in `grow_budget`
@@ -73,50 +74,55 @@ class DeviceMemory:
                 "more are" if nbytes > 0 else "fewer are",
             )
 
-    def count_inside_again_soon(self, nbytes: int) -> None:
-        """So many bytes fewer are used outside of the store. For finalizers: see `discard_soon`."""
+    def release_outside_bytes_later(self, nbytes: int) -> None:
+        """Return bytes to the budget that are no longer used outside of the store.
+
+        For finalizers: see `Groups.discard_from_finalizer`.
+        """
         counted = [nbytes]
 
         def count() -> None:
-            if counted:  # if it is cut short, the budget stays smaller, and is never too large
+            if counted:  # if interrupted, the budget stays too small rather than too large
                 self._change_outside(-counted.pop())
 
         self.core.deferred.append(count)
-        self.core.collect_garbage_if_free()
+        self.core.run_deferred_if_free()
 
     @transaction
     def _count_outside(self, nbytes: int) -> int | None:
         return self._change_outside(nbytes)
 
     def _change_outside(self, nbytes: int) -> int | None:
-        """The new budget; None for a store that has ended. As part of a transaction."""
+        """Return the new budget, or None in a closed store. Part of a transaction."""
         core = self.core
-        if core.ended():
+        if core.is_stopped():
             return None
         tier = core.tiers.top.tier
         before = core.settings.tiers.budgets[tier]
         assert before is not None, "memory has a budget"
         if nbytes >= before:
             what = "tensors outside of the store"
-            advice = f"raise the budget to more than {nbytes:,} bytes, or leave them out"
+            advice = f"raise the budget to more than {nbytes:,} bytes, or exclude these tensors"
             raise BudgetError(what, tier.name, nbytes, before, advice)
         self._set_budget(before - nbytes)
         return before - nbytes
 
     def _set_budget(self, budget: int) -> None:
         core = self.core
-        core.leave_loop("the budget was changed")
+        core.leave_loop("the budget changed")
         core.tiers.top.arena.resize(budget)  # first: the planner's instructions may need it
         tiers = core.settings.tiers
         budgets = {**tiers.budgets, core.tiers.top.tier: budget}
         core.settings = replace(core.settings, tiers=replace(tiers, budgets=budgets))
-        core.tell(events.BudgetChanged(budget))
+        core.apply(events.BudgetChanged(budget))
 
     def grow_budget(self) -> None:
-        """Every model has run: have the device budget take half of what is free, if nobody chose
-        it. Happens once."""
+        """Add half of the free device memory to an automatic device budget, once.
+
+        Called when every model has run.
+        """
         grown = self._grow_budget()
-        if grown is not None:  # without the lock: who handles logs may look at the store
+        if grown is not None:  # without the lock: a log handler may call the store
             logger.info(
                 "device_budget 'auto', once every model has run: %s (%s before)",
                 *(size(nbytes, Units.DECIMAL) for nbytes in grown),
@@ -124,10 +130,10 @@ class DeviceMemory:
 
     @transaction
     def _grow_budget(self) -> tuple[int, int] | None:
-        """The new budget and the one before; None if it does not grow."""
+        """Return the new budget and the one before, or None if it does not grow."""
         core = self.core
         given = core.settings
-        if core.ended() or not given.device_budget_may_grow:
+        if core.is_stopped() or not given.device_budget_may_grow:
             return None
         arena, before = self._arena, given.tiers.budgets[Tier.DEVICE]
         assert before is not None

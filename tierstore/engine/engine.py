@@ -1,4 +1,4 @@
-"""The engine of a store: its core, and the parts that hold it."""
+"""The engine of a store: its core, and the parts that use it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from typing import NoReturn
 
 from tierstore.engine.copy_threads import CopyThreads
 from tierstore.engine.core import Core
+from tierstore.engine.derived_cache import (
+    DerivedCache,
+    LocalObjectFiles,
+    Objects,
+    ServiceObjectFiles,
+)
 from tierstore.engine.device_memory import DeviceMemory
 from tierstore.engine.groups import Groups
 from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.leases import Leases
 from tierstore.engine.loops import Loops
-from tierstore.engine.made_weights import MadeWeights, Objects, OwnObjects, ServiceObjects
 from tierstore.engine.mutable_groups import MutableGroups
 from tierstore.engine.puts import Puts
 from tierstore.engine.reporting import Reporting
@@ -28,31 +33,31 @@ from tierstore.model.formatting import count, size
 from tierstore.model.locks import check_may_wait
 from tierstore.observe.passes import Passes
 from tierstore.observe.report import totals_of
-from tierstore.system.streams import is_captured, selecting
+from tierstore.system.streams import device_selector, is_captured
 
 logger = logging.getLogger("tierstore.engine")
 
 
 class Engine:
-    """What serves a `TierStore` and its adapters.
+    """The implementation of a `TierStore`.
 
-    Adapters use `leases`, `groups`, `mutable_groups`, `saved_tensors`, `device_memory` and
+    Adapters use its `leases`, `groups`, `mutable_groups`, `saved_tensors`, `device_memory` and
     `passes`.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._opened = time.monotonic()
         self.core = core = Core(settings)
-        self.copy_threads = CopyThreads(selecting(settings.tiers.device), core.current_stream)
+        self.copy_threads = CopyThreads(device_selector(settings.tiers.device), core.current_stream)
         self.lease_table = LeaseTable(core)
         self.requests = RequestLoop(core, self.lease_table)
         self.puts = Puts(core, self.requests, self.copy_threads)
         self.leases = Leases(core, self.lease_table, self.requests, self.copy_threads, self.puts)
         self.saves = Saves(core, self.requests)
         link = settings.tiers.link
-        self.objects = OwnObjects(core, self.puts, self.saves)
-        objects: Objects = self.objects if link is None else ServiceObjects(link)
-        self.groups = Groups(core, MadeWeights(objects))
+        self.objects = LocalObjectFiles(core, self.puts, self.saves)
+        objects: Objects = self.objects if link is None else ServiceObjectFiles(link)
+        self.groups = Groups(core, DerivedCache(objects))
         self.mutable_groups = MutableGroups(
             core, self.lease_table, self.requests, self.puts, self.saves, self.groups
         )
@@ -79,7 +84,7 @@ class Engine:
             for tier, n in self.reporting.weight_budgets().items()
         ]
         logger.info(
-            "opened %s on %s%s: %s; %s there",
+            "opened %s on %s%s: %s; %s",
             self.core.directory.path,
             self.core.device,
             "" if link is None else f" beside the service at {link.path}",
@@ -89,13 +94,12 @@ class Engine:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a service serves what is registered."""
+        """True if a service holds the registered groups."""
         return self.core.tiers.host.connected
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a TierStore belongs to its process: open another one, with a disk_dir of its own, in "
-            "the process that is to have it"
+            "a TierStore cannot be sent to another process: open one there, with another disk_dir"
         )
 
     def close(self) -> None:
@@ -106,9 +110,9 @@ class Engine:
         core.check_process()
         check_may_wait()
         try:
-            core.references.remove_before_end()
+            core.references.remove_for_close()
             self._begin_to_close()
-            self.saves.flush_before_end()
+            self.saves.flush_for_close()
         finally:
             self._end()
             self.copy_threads.stop()
@@ -125,11 +129,11 @@ class Engine:
     def _begin_to_close(self) -> None:
         self.core.closing = True
         self.core.leave_loop("the store is closed")
-        self.core.queue.changed()
+        self.core.queue.notify_change()
 
     @transaction
     def _end(self) -> None:
         core = self.core
         core.closed = True
-        core.queue.changed()
-        core.tiers.host.keep_for_readers(core.mover.entry(each.group) for each in core.leases)
+        core.queue.notify_change()
+        core.tiers.host.preserve_for_readers(core.mover.entry(each.group) for each in core.leases)

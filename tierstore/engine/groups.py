@@ -1,4 +1,4 @@
-"""Which groups there are: taken by reference, hinted at, forgotten."""
+"""Registration, hints and the end of groups."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from functools import partial
 
 import torch
 
-from tierstore.engine.adoption import (
-    KeptObject,
-    Unadopted,
-    adopt,
-    checkpoint_groups,
-    stamp_of,
-)
 from tierstore.engine.checkpoints import CheckpointFile
 from tierstore.engine.core import Core
+from tierstore.engine.derived_cache import DerivedCache
+from tierstore.engine.in_place_groups import (
+    ObjectFile,
+    TensorsToWrite,
+    checkpoint_groups,
+    describe_in_place,
+    stamp_of,
+)
 from tierstore.engine.keys import check_callers_key
-from tierstore.engine.made_weights import MadeWeights
 from tierstore.engine.mirrors import mirror
-from tierstore.engine.remote_groups import RemoteGroups, fetched
+from tierstore.engine.remote_groups import RemoteGroups, fetch_tensors
 from tierstore.engine.transaction import transaction
 from tierstore.model import events
 from tierstore.model.groups import FileTensor, GroupId, GroupSpec, Source
@@ -28,7 +28,7 @@ from tierstore.model.locks import inside
 from tierstore.model.tiers import Tier, UseOrder
 from tierstore.system.file_table import HeldFile
 from tierstore.system.files import FileStamp
-from tierstore.system.maps import AddressSpace, nameless_file_memory
+from tierstore.system.maps import AddressSpace, unnamed_file_memory
 from tierstore.tiers.entry import GroupEntry, SharedGroup
 from tierstore.tiers.workers import Future
 
@@ -37,7 +37,7 @@ NO_CASTS: Mapping[str, torch.dtype] = {}
 
 @dataclass(frozen=True)
 class FileGroup:
-    """A group whose bytes lie in files, `held` open by path. What is `shared`, a service serves."""
+    """A group stored in files, `held` open by path; `shared` if a service holds it."""
 
     spec: GroupSpec
     source: Source
@@ -46,17 +46,20 @@ class FileGroup:
 
 
 class Groups:
-    """Groups by reference, hints, and the end of groups. `adopt` and `discard` may wait."""
+    """Registers groups in place, passes on hints, and discards groups.
 
-    def __init__(self, core: Core, made: MadeWeights) -> None:
+    `register` and `discard` may block.
+    """
+
+    def __init__(self, core: Core, made: DerivedCache) -> None:
         self.core = core
         self.remote = RemoteGroups(core)
-        self._made = made
+        self._derived = made
 
-    # By reference ------------------------------------------------------------------------------
+    # Registering in place ----------------------------------------------------------------------
 
-    def hold(self, files: Iterable[CheckpointFile]) -> dict[str, HeldFile]:
-        """Open the files of a checkpoint. Waits for the disk."""
+    def open_files(self, files: Iterable[CheckpointFile]) -> dict[str, HeldFile]:
+        """Open the files of a checkpoint, by path. Waits for the disk."""
         table = self.core.tiers.disk.files
         return {
             file.path: table.hold(file.path, file.stamp, file.header_digest)
@@ -71,33 +74,33 @@ class Groups:
         prefix: str,
         groups: Mapping[str, Iterable[str]] | None,
     ) -> dict[str, tuple[GroupSpec, Source]]:
-        """See `TierStore.register_checkpoint`. Returns what was registered, by key."""
+        """See `TierStore.register_checkpoint`. Returns the registered groups by key."""
         found = checkpoint_groups(files, prefix, groups)
         for key in found:
             check_callers_key(key)
         if any(file.remote is not None for file in files):
-            self._know_remote(self.remote.describe(files, found, single=groups is None))
+            self._add_remote(self.remote.describe(files, found, single=groups is None))
             return found
-        described = {key: FileGroup(*lying, held) for key, lying in found.items()}
-        self._know_files(self._shared(described), single=groups is None)
+        described = {key: FileGroup(*location, held) for key, location in found.items()}
+        self._add_files(self._shared(described), single=groups is None)
         return found
 
     def _shared(self, found: Mapping[str, FileGroup]) -> Mapping[str, FileGroup]:
-        """Have the service know groups that are about to be registered, if there is one. Waits.
+        """Offer groups to the service, if there is one, before they are registered. May block.
 
-        Raises ServiceLostError, or what is wrong with their files.
+        Raises ServiceLostError, or an error about their files.
         """
         core, host, table = self.core, self.core.tiers.host, self.core.tiers.disk.files
         if not host.connected or not found:
             return found
         core.check_open()
         for key in found:
-            core.refuse_duplicate(key)
+            core.check_key_is_new(key)
         files: dict[str, HeldFile] = {}
         shared = {}
         for key, group in found.items():
             files.update(group.held)
-            for path in group.source.paths - files.keys():  # an object file of the service
+            for path in group.source.paths - files.keys():  # an object file that the service keeps
                 files[path] = table.hold(path, stamp_of(path))
             used = {path: files[path] for path in group.source.paths}
             served = SharedGroup(key, group.spec.nbytes, group.source, used)
@@ -106,24 +109,24 @@ class Groups:
         return shared
 
     @transaction
-    def _know_remote(self, found: Mapping[str, GroupEntry]) -> None:
+    def _add_remote(self, found: Mapping[str, GroupEntry]) -> None:
         core = self.core
         core.check_open()
-        core.collect_garbage()  # what a finalizer has discarded is no duplicate
+        core.run_deferred()  # groups that finalizers discarded are no duplicates
         for key in found:
-            core.refuse_duplicate(key)
+            core.check_key_is_new(key)
         for entry in found.values():
-            self.remote.know(entry)
+            self.remote.add(entry)
 
     @transaction
-    def _know_files(self, found: Mapping[str, FileGroup], *, single: bool) -> None:
+    def _add_files(self, found: Mapping[str, FileGroup], *, single: bool) -> None:
         core = self.core
         core.check_open()
-        core.collect_garbage()  # what a finalizer has discarded is no duplicate
+        core.run_deferred()  # groups that finalizers discarded are no duplicates
         for key in found:
-            core.refuse_duplicate(key)
+            core.check_key_is_new(key)
         for key, group in found.items():
-            self._know(key, group, single=single)
+            self._add(key, group, single=single)
 
     def register(
         self,
@@ -135,32 +138,35 @@ class Groups:
     ) -> dict[str, torch.Tensor]:
         """See `TierStore.register`.
 
-        `space` saves time where many groups are registered in a row: what is mapped where, looked
-        up once. `casts` has the dtypes of those tensors that the group is to hold cast. What was
-        cast from the same files before, as they are still, is neither read nor written again.
+        `space`, the address map of the process, saves time if many groups are registered in a row.
+        `casts` gives the dtype of each tensor that the group holds in another dtype. The result of
+        a cast is found again, without reading or writing, as long as its source files are
+        unchanged.
         """
         core = self.core
         check_callers_key(key)
         core.check_open()
-        core.refuse_duplicate(key)
+        core.check_key_is_new(key)
         write_once = partial(self._write_once, routed=use_order is UseOrder.ROUTED)
         reference_to = core.references.of_path
-        adoption = adopt(tensors, space or AddressSpace(), write_once, casts, reference_to)
+        described = describe_in_place(
+            tensors, space or AddressSpace(), write_once, casts, reference_to
+        )
         files = core.tiers.disk.files
-        held = {path: files.hold(path, stamp) for path, stamp in adoption.stamps.items()}
-        found = self._shared({key: FileGroup(adoption.spec, adoption.source, held)})
-        self.know(key, found[key], use_order)
-        return adoption.homes
+        held = {path: files.hold(path, stamp) for path, stamp in described.stamps.items()}
+        found = self._shared({key: FileGroup(described.spec, described.source, held)})
+        self.add(key, found[key], use_order)
+        return described.host_views
 
     @transaction
-    def know(self, key: str, found: FileGroup, use_order: UseOrder = UseOrder.LEARNED) -> None:
-        """A group lies in files. Raises DuplicateKeyError."""
+    def add(self, key: str, found: FileGroup, use_order: UseOrder = UseOrder.LEARNED) -> None:
+        """Add a group that is stored in files. Raises DuplicateKeyError."""
         core = self.core
         core.check_open()
-        core.refuse_duplicate(key)
-        self._know(key, found, use_order=use_order)
+        core.check_key_is_new(key)
+        self._add(key, found, use_order=use_order)
 
-    def _know(
+    def _add(
         self,
         key: str,
         found: FileGroup,
@@ -170,7 +176,7 @@ class Groups:
     ) -> None:
         core = self.core
         group = core.new_group(key)
-        order = core.newest()
+        order = core.next_number()
         source, held, shared = found.source, found.held, found.shared
         entry = GroupEntry(
             group,
@@ -183,9 +189,9 @@ class Groups:
             use_order=use_order,
         )
         if shared is not None:
-            core.tiers.host.know_lent(entry, shared)
+            core.tiers.host.set_shared(entry, shared)
         core.mover.add(entry)
-        core.tell(
+        core.apply(
             events.Registered(
                 group,
                 found.spec.nbytes,
@@ -196,136 +202,145 @@ class Groups:
         )
         core.current[key] = group
 
-    def _write_once(self, wanted: Unadopted, *, routed: bool) -> KeptObject:
-        """The object file with exactly these tensors: found by their content, or written.
+    def _write_once(self, wanted: TensorsToWrite, *, routed: bool) -> ObjectFile:
+        """Return the object file with exactly these tensors, found by content or written.
 
-        What is `routed` may be all experts of a layer, and never be in memory as a whole.
+        A `routed` group may be all experts of a layer, and larger than host memory.
         """
-        found = self._made.find(wanted.derivation)
-        if found is not None and wanted.is_as(found.stored):
+        found = self._derived.get(wanted.derivation)
+        if found is not None and wanted.matches(found.stored):
             return found
-        return self._made.keep(wanted.derivation, wanted.values(), of_any_size=routed)
+        return self._derived.put(wanted.derivation, wanted.values(), of_any_size=routed)
 
-    def made_before(self, derivation: str | None) -> dict[str, torch.Tensor] | None:
-        """What was kept for this derivation (see `derivation_of`), as maps of its file."""
-        found = self._made.find(derivation)
+    def get_derived(self, derivation: str | None) -> dict[str, torch.Tensor] | None:
+        """Return the cached result of a derivation (see `derivation_of`) as maps of its file."""
+        found = self._derived.get(derivation)
         return None if found is None else found.views()
 
-    def keep_made(
+    def put_derived(
         self, derivation: str | None, tensors: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Write tensors once, for who makes the same of the same bytes again. Returns maps of them.
+        """Cache the result of a derivation in a file. Return its tensors as maps of the file.
 
-        They belong to no group: whoever registers them later finds them in their file.
+        They belong to no group until they are registered, in place.
         """
-        return self._made.keep(derivation, tensors, of_any_size=True).views()
+        return self._derived.put(derivation, tensors, of_any_size=True).views()
 
-    def fetched(
+    def fetch_tensors(
         self, file: CheckpointFile, tensors: Sequence[FileTensor]
     ) -> dict[str, torch.Tensor]:
-        """Tensors of a file in an object store, as maps of files in the store's directory: fetched,
-        unless they were before. Waits for the network and the disk.
+        """Return tensors of a remote file, as maps of cached files in the store's directory.
+
+        Fetches those that are not cached. Waits for the network and the disk.
 
         Raises StaleCheckpointError, TransferError, DiskFullError or BudgetError.
         """
         self.core.check_open()
-        return fetched(file, tensors, self.made_before, self.keep_made)
+        return fetch_tensors(file, tensors, self.get_derived, self.put_derived)
 
-    def file_memory(self, nbytes: int) -> memoryview:
-        """Memory for what is going to be registered, if it is too much for RAM: in a file without
-        a name, beside the budgets. Raises DiskFullError or TransferError."""
+    def allocate_file_memory(self, nbytes: int) -> memoryview:
+        """Return memory in an unlinked file, for weights that do not fit in RAM.
+
+        Does not count against a budget. Raises DiskFullError or TransferError.
+        """
         self.core.check_open()
-        return nameless_file_memory(self.core.directory.path, nbytes)
+        return unnamed_file_memory(self.core.directory.path, nbytes)
 
-    def mirrored(self, url: str, *, subfolder: str, variant: str | None) -> str:
-        """A directory with what a library loads of the pretrained model at a URL, downloaded unless
-        it was before: see `mirror`. Waits for the network and the disk."""
+    def download_mirror(self, url: str, *, subfolder: str, variant: str | None) -> str:
+        """Download the files of a pretrained model at a URL, and return their directory.
+
+        Files that are there already are not downloaded again: see `mirror`. Waits for the network
+        and the disk.
+        """
         self.core.check_open()
         return mirror(url, self.core.directory.path, subfolder=subfolder, variant=variant)
 
     # Hints -------------------------------------------------------------------------------------
 
     @transaction
-    def expect(self, keys: Iterable[str]) -> None:
-        """These are acquired next, in order. Raises UnknownKeyError."""
+    def prefetch(self, keys: Iterable[str]) -> None:
+        """Hint: these groups are acquired next, in order. Raises UnknownKeyError."""
         core = self.core
         core.check_open()
-        core.tell(events.Expected(tuple(core.lookup(key) for key in keys)))
+        core.apply(events.Expected(tuple(core.lookup(key) for key in keys)))
 
     @transaction
-    def expect_known(self, keys: Iterable[str], top: Tier) -> None:
-        """These come next, on a tier up to `top`. What is not there any more does not."""
+    def prefetch_existing(self, keys: Iterable[str], top: Tier) -> None:
+        """Hint: these groups are used next, on `top` or a slower tier. Skips unknown keys."""
         core = self.core
         core.check_open()
-        core.collect_garbage()
+        core.run_deferred()
         found = [core.current.get(key) for key in keys]
-        core.tell(events.Expected(tuple(group for group in found if group is not None), top))
+        core.apply(events.Expected(tuple(group for group in found if group is not None), top))
 
     @transaction
     def offload(self, key: str) -> None:
-        """A group is not needed on the device for now."""
+        """Hint: a group is not needed on the device for now."""
         core = self.core
         core.check_open()
-        core.tell(events.Offloaded(core.lookup(key)))
+        core.apply(events.Offloaded(core.lookup(key)))
 
     @transaction
     def make_sticky(self, key: str) -> None:
-        """A group should stay in memory once it was used."""
+        """Hint: evict a group last."""
         core = self.core
         core.check_open()
         group = core.lookup(key)
         core.mover.entry(group).sticky = True
-        core.tell(events.MadeSticky(group))
+        core.apply(events.MadeSticky(group))
 
     # The end of groups -------------------------------------------------------------------------
 
     def discard(self, key: str) -> None:
         """See `TierStore.discard`."""
-        if inside():  # a finalizer's, in the middle of a transaction: the next one does it
+        if inside():  # a finalizer called inside a transaction: the next one discards it
             group = self.core.lookup(key)
-            self.core.deferred.append(partial(self._forget_if_current, key, group))
+            self.core.deferred.append(partial(self._discard_if_current, key, group))
             return
-        removal = self._forget_now(key)
+        removal = self._discard_now(key)
         if removal is not None:
             self.core.wait_for_removal(removal)
 
-    def _forget_if_current(self, key: str, group: GroupId) -> None:
+    def _discard_if_current(self, key: str, group: GroupId) -> None:
         if self.core.current.get(key) == group:
-            self._forget(key)
+            self._discard(key)
 
     @transaction
-    def _forget_now(self, key: str) -> Future[None] | None:
+    def _discard_now(self, key: str) -> Future[None] | None:
         self.core.check_open()
-        return self._forget(key)
+        return self._discard(key)
 
-    def _forget(self, key: str) -> Future[None] | None:
-        """Forget a group, as part of a transaction. Returns the removal of its file."""
+    def _discard(self, key: str) -> Future[None] | None:
+        """Discard a group. Return the pending removal of its file. Part of a transaction."""
         core = self.core
         disk = core.tiers.disk
-        if key not in core.current and disk.is_left(key):
-            return disk.remove(key, core.newest(), True)
+        if key not in core.current and disk.is_delete_pending(key):
+            return disk.remove(key, core.next_number(), True)
         group = core.lookup(key)
         core.leave_loop("a group was discarded", key)
         durable = core.mover.entry(group).durable and not core.planner.backed(group)
         del core.current[key]
-        core.tell(events.Discarded(group))
-        return disk.remove(key, core.newest(), durable)
+        core.apply(events.Discarded(group))
+        return disk.remove(key, core.next_number(), durable)
 
-    def discard_soon(self, keys: Iterable[str]) -> None:
-        """Forget groups taken by `register`, and give their memory back, once a model is gone: at
-        once, or at the next transaction. For finalizers, which may run in the middle of one."""
-        self.discard_next(keys)
-        self.core.collect_garbage_if_free()
+    def discard_from_finalizer(self, keys: Iterable[str]) -> None:
+        """Discard registered groups, and free their memory, once a model is gone.
 
-    def discard_next(self, keys: Iterable[str]) -> None:
-        """`discard_soon`, but at the next transaction: tensors that are about to go show these."""
-        self.core.deferred.extend(partial(self.forget_generation, key) for key in keys)
-        self.core.deferred.append(self.core.idle_memory.give_back)
+        At once if the lock is free, or else at the next transaction. For finalizers, which may run
+        inside a transaction.
+        """
+        self.discard_at_next_transaction(keys)
+        self.core.run_deferred_if_free()
 
-    def forget_generation(self, key: str) -> None:
-        """Forget a group that has no file of its own, if it is there; as part of a transaction."""
+    def discard_at_next_transaction(self, keys: Iterable[str]) -> None:
+        """Discard groups at the next transaction: tensors that map their files still exist now."""
+        self.core.deferred.extend(partial(self.discard_in_transaction, key) for key in keys)
+        self.core.deferred.append(self.core.idle_memory.free)
+
+    def discard_in_transaction(self, key: str) -> None:
+        """Discard a group without a file in the store, if it exists. Part of a transaction."""
         core = self.core
         core.leave_loop("a group was discarded", key)
         group = core.current.pop(key, None)
         if group is not None:
-            core.tell(events.Discarded(group))
+            core.apply(events.Discarded(group))

@@ -1,4 +1,4 @@
-"""Memory that no group has, once a model is gone."""
+"""Memory that no group uses, freed once a model is gone."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ from tierstore.tiers.assembly import StoreTiers
 
 
 class IdleMemory:
-    """Slots that wait for the next group: given back from `give_back` on, until there is one.
+    """Frees slots without a group, from `free` on until a group needs memory again.
 
-    While models run, slots go from one group to the next, as to make memory is slow: host memory
-    is page-locked, and a device may have to be waited for. When a model is gone, no group follows.
-    All methods are parts of transactions.
+    While models run, slots are reused, because allocation is slow: host memory has to be
+    page-locked, and the device may have to finish work first. When a model is gone, no group will
+    reuse its slots. All methods are parts of transactions.
     """
 
     def __init__(self, tiers: StoreTiers) -> None:
         self._tiers = [tier for tier in (tiers.device, tiers.host) if tier is not None]
         self.wanted = True
 
-    def give_back(self) -> None:
-        """Give memory back that no group has, now, and what is given up before more is wanted."""
+    def free(self) -> None:
+        """Free all memory without a group, and memory that is evicted before more is needed."""
         self.wanted = False
         for tier in self._tiers:
-            tier.give_back_idle()
+            tier.free_idle()
 
     def collect(self) -> None:
-        """Give memory back that was left to views, once these are gone."""
+        """Free memory that outlived its group because of views, once those are gone."""
         for tier in self._tiers:
-            if tier.left.slots:
-                tier.collect_left()
+            if tier.detached.slots:
+                tier.collect_detached()
 
     def note(self, instructions: Iterable[Instruction]) -> None:
-        """Keep memory again, if these instructions want any."""
+        """Keep memory for reuse again if these instructions need any."""
         self.wanted = any(isinstance(each, Copy | Reserve) for each in instructions)

@@ -1,4 +1,4 @@
-"""The leases that are out: how they end, and how an unused one is revoked."""
+"""Open leases: how they end, and how unused ones are revoked."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tierstore.tiers.workers import Future
 
 
 class LeaseTable:
-    """Leases on the fastest tier and in host memory. Whom a `Lease` goes back to."""
+    """Open leases on the fastest tier and in host memory. The `LeaseIssuer` of each `Lease`."""
 
     def __init__(self, core: Core) -> None:
         self.core = core
 
     def add(self, record: LeaseRecord) -> None:
-        """A lease goes out, as part of a transaction."""
+        """Add a new lease. Part of a transaction."""
         core = self.core
         core.leases[record] = None
         core.queue.add_lease(record.caller, record.group)
 
     @transaction
-    def hand_over(self, record: LeaseRecord) -> None:
-        """Somebody else gives the lease back: whoever asked may wait for things meanwhile."""
-        self.pass_on(record, object())
+    def detach_owner(self, record: LeaseRecord) -> None:
+        """Give a lease an owner that never waits, so that the caller may wait meanwhile."""
+        self.change_owner(record, object())
 
-    def pass_on(self, record: LeaseRecord, holder: object) -> None:
-        """The same, to this holder, as part of a transaction."""
+    def change_owner(self, record: LeaseRecord, holder: object) -> None:
+        """Give a lease another owner. Part of a transaction."""
         queue = self.core.queue
         queue.remove_lease(record.caller, record.group)
         record.caller = holder
@@ -41,17 +41,17 @@ class LeaseTable:
     # Leases end --------------------------------------------------------------------------------
 
     def release(self, record: LeaseRecord) -> None:
-        """It comes back. A second time, nothing happens. Waits for the removal of what was taken.
+        """End a lease. A second call does nothing. With TAKE, waits until the file is removed.
 
-        Raises CaptureError: where the lease ends cannot be asked of a graph.
+        Raises CaptureError during graph capture: a graph cannot record where the lease ends.
         """
         core = self.core
         if core.forked():
-            return  # it is the parent's
-        core.refuse_capture()
+            return  # the lease belongs to the parent
+        core.check_not_capturing()
         record.stream = core.current_stream()
-        if inside():  # a finalizer's, in the middle of a transaction: the next one ends it
-            self.lose(record)
+        if inside():  # a finalizer called inside a transaction: the next one ends the lease
+            self.release_later(record)
             return
         removal = self._end_now(record)
         if removal is not None:
@@ -61,39 +61,38 @@ class LeaseTable:
     def _end_now(self, record: LeaseRecord) -> Future[None] | None:
         return self.end(record)
 
-    def lose(self, record: LeaseRecord) -> bool:
-        """Take a lease back at the next transaction, for finalizers. False if it is back."""
+    def release_later(self, record: LeaseRecord) -> bool:
+        """End a lease at the next transaction. For finalizers. Return False if it has ended."""
         if record not in self.core.leases:
             return False
         self.core.deferred.append(partial(self.end, record))
         return True
 
-    def take_back(self, record: LeaseRecord) -> None:
-        """Take back a lease that did not reach its caller, or that its holder does not use; as part
-        of a transaction."""
+    def reclaim(self, record: LeaseRecord) -> None:
+        """End a lease that did not reach its caller or is not in use. Part of a transaction."""
         if record.access is Access.TAKE:
-            record.access = Access.READ  # nobody has read it
+            record.access = Access.READ  # the group was not read, so keep it
         if record.tensors is not None:
-            record.tensors.clear()  # the lease may be kept, but nobody uses it
+            record.tensors.clear()  # the holder may keep the Lease object
         self.end(record)
 
     def end_lease(self, lease: Lease) -> None:
-        """Take back a lease that its holder has no use for, as part of a transaction."""
-        self.end(lease.revoked())
+        """End a lease, and invalidate its `Lease` object. Part of a transaction."""
+        self.end(lease.invalidate())
 
     def end(self, record: LeaseRecord) -> Future[None] | None:
-        """Take a lease back, once, as part of a transaction.
+        """End a lease, once. Part of a transaction.
 
-        Returns the removal of the file of what was taken.
+        Returns the pending removal of the file, if the group was taken.
         """
-        if record.held is None:
+        if record.host_access is None:
             return self._end_on_top(record)
         self._end_in_host(record)
         return None
 
     def _end_on_top(self, record: LeaseRecord) -> Future[None] | None:
         core = self.core
-        if core.ended() or record not in core.leases:
+        if core.is_stopped() or record not in core.leases:
             return None
         mark = None
         group, access, key = record.group, record.access, record.group.key
@@ -103,45 +102,47 @@ class LeaseTable:
             device.used_on(entry, mark)
         core.revocable.pop(record, None)
         record.tensors = None
-        # In this order: if it is cut short, it can be done again.
+        # In this order, an interrupted call can be repeated.
         if access is Access.TAKE and core.current.get(key) == group:
             del core.current[key]
         del core.leases[record]
         permanent = record.caller is None
         core.queue.remove_lease(record.caller, group)
-        core.observer.released(record, mark)
-        core.mover.look()
+        core.observer.lease_released(record, mark)
+        core.mover.poll()
         self.learn()
-        core.tell(events.Released(group, access, permanent))
+        core.apply(events.Released(group, access, permanent))
         if access is not Access.TAKE or key in core.current:
             return None
-        return core.tiers.disk.remove(key, core.newest(), entry.durable)
+        return core.tiers.disk.remove(key, core.next_number(), entry.durable)
 
     def learn(self) -> None:
-        """As part of a transaction: tell the planner what was measured on a device meanwhile."""
+        """Pass new device measurements to the planner. Part of a transaction."""
         for measured in self.core.measurements.take():
-            self.core.handled(measured, make_room=False)
+            self.core.instructions_for(measured, free_disk=False)
 
     def _end_in_host(self, record: LeaseRecord) -> None:
         core = self.core
-        if core.ended() or record not in core.leases:
+        if core.is_stopped() or record not in core.leases:
             return
         del core.leases[record]
         if record.caller is None:
             core.permanent_host_bytes -= core.mover.entry(record.group).spec.nbytes
         core.queue.remove_lease(record.caller, record.group)
-        core.tell(events.HostReleased(record.group))
+        core.apply(events.HostReleased(record.group))
 
-    # Leases that are not used at the moment ------------------------------------------------------
+    # Unused leases -------------------------------------------------------------------------------
 
     @transaction
     def make_revocable(self, record: LeaseRecord) -> bool:
-        """Whoever needs the room may end it from now on. False: somebody does, or it is no lease to
-        read on the fastest tier."""
+        """Let the store revoke a lease when it needs the memory.
+
+        Returns False if a caller waits already, or if it is not a READ lease on the fastest tier.
+        """
         core = self.core
-        if core.ended() or record not in core.leases or core.queue.anybody():
+        if core.is_stopped() or record not in core.leases or core.queue.has_waiters():
             return False
-        if record.access is not Access.READ or record.held is not None:
+        if record.access is not Access.READ or record.host_access is not None:
             return False
         if (device := core.tiers.device) is not None:
             record.stream = core.current_stream()
@@ -151,10 +152,10 @@ class LeaseTable:
         return True
 
     def resume(self, record: LeaseRecord) -> bool:
-        """It is in use again. False if it was revoked."""
+        """Mark a revocable lease as used again. Return False if it was revoked."""
         core = self.core
-        core.refuse_capture()
-        # Who takes it out of there has it: this caller, or one who revokes it.
+        core.check_not_capturing()
+        # Atomic: either this caller or a revoking thread removes the record.
         try:
             del core.revocable[record]
         except KeyError:
@@ -164,9 +165,8 @@ class LeaseTable:
         return True
 
     def revoke_all(self) -> None:
-        """Take back what is leased and not used, as part of a transaction: somebody would have to
-        wait."""
+        """Revoke all unused leases, because a caller would have to wait. Part of a transaction."""
         revocable = self.core.revocable
         while revocable:
             record, _ = revocable.popitem()
-            self.take_back(record)
+            self.reclaim(record)

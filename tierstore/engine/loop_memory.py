@@ -1,9 +1,9 @@
-"""The memory of a loop that is followed: slots of groups that stay, and rings for the others.
+"""The memory of a followed plan: slots of groups that stay resident, and rings for the others.
 
-Each tier in memory holds the groups that stay there for the whole loop, which are leased where they
-lie, and one *ring*, a piece of memory through which all other groups pass. A ring is borrowed
-(`events.MemoryBorrowed`): no copy of the planner's takes it. Its contents are not in the planner's
-books; there, those groups are on disk (or in host memory, if they stay there).
+Each memory tier holds the groups that stay there for the whole loop, which are leased in place, and
+one *ring*: memory through which all other groups pass. A ring is reserved
+(`events.MemoryBorrowed`), so that the planner does not use it. The planner does not track its
+contents: for it, those groups are on disk (or in host memory, if they stay there).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from tierstore.model.groups import GroupId, GroupSpec
 from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Span, hop
 from tierstore.plan.loop_plan import LoopPlan, Resident, TierPlan
-from tierstore.system.streams import entered
+from tierstore.system.streams import stream_context
 from tierstore.tiers.arena import Slot
-from tierstore.tiers.device_tier import Places, copy_runs, parts_of
+from tierstore.tiers.device_tier import CopyPairs, copy_runs, parts_of
 from tierstore.tiers.entry import GroupEntry
-from tierstore.tiers.slot_views import LookedAt, SlotViews, Token
+from tierstore.tiers.slot_views import LiveViews, SlotViews, Token
 
 StepKeys = tuple[str, ...]
 
@@ -37,8 +37,8 @@ StepKeys = tuple[str, ...]
 class KeyedPlan:
     """A plan with the keys of its groups (by number) and of its steps.
 
-    `steps` has all keys that a step uses, `own` those of the unit that begins there: none where a
-    unit goes on after others that ran inside it.
+    `steps` has all keys that each step uses, and `own` those of the unit that begins the step: none
+    if a unit continues after a nested one.
     """
 
     plan: LoopPlan
@@ -48,8 +48,11 @@ class KeyedPlan:
 
 
 def moves_as_a_whole(core: Core, entry: GroupEntry) -> bool:
-    """Return whether a group may not move in tiles: it cannot be read in parts, or a tile would
-    reach beyond its room on the device, where bytes of others may still be in use."""
+    """Return True if a group cannot move in tiles.
+
+    It cannot be read in parts, or a tile would overlap device memory that other groups may still
+    use.
+    """
     if core.tiers.device is not None and any(
         run.device_offset > run.host_offset for run in entry.spec.runs
     ):
@@ -58,15 +61,17 @@ def moves_as_a_whole(core: Core, entry: GroupEntry) -> bool:
 
 
 class LeaseSource(Protocol):
-    """Acquires groups as any caller of the store would."""
+    """Leases groups, as any caller of the store does."""
 
     def lease(self, key: str, tier: Tier, owner: object) -> Lease:
-        """Lease a group for `owner` to read, on the fastest tier or in host memory. Blocks until it
-        is resident."""
+        """Lease a group to read for `owner`, on the fastest tier or in host memory.
+
+        Blocks until it is resident.
+        """
 
 
 class RingViews:
-    """The tensors of all groups that pass through a ring; stands for the views of its slot."""
+    """The tensors of all groups that pass through a ring. Has the interface of `SlotViews`."""
 
     again = False
 
@@ -74,24 +79,24 @@ class RingViews:
         self.token: Token | None = Token(memory)
         self.views: dict[tuple[int, int], SlotViews] = {}  # by group and address
 
-    def are_looked_at(self) -> bool:
-        """Return whether anybody else holds a view of the memory."""
-        return any(views.are_looked_at() for views in self.views.values())
+    def are_in_use(self) -> bool:
+        """Return True if other code holds a view of the memory."""
+        return any(views.are_in_use() for views in self.views.values())
 
-    def end(self) -> LookedAt | None:
-        """Forget the tensors. Return the views that somebody still holds, if any."""
+    def end(self) -> LiveViews | None:
+        """Drop the tensors. Return the views that other code still holds, or None."""
         left = [views.end() for views in self.views.values()]
         self.views.clear()
         self.token = None
         looked_at = [each for each in left if each is not None and each.token() is not None]
-        return LookedAt(looked_at[0].token, {}) if looked_at else None
+        return LiveViews(looked_at[0].token, {}) if looked_at else None
 
 
 class LoopRing:
     """The memory of a tier through which groups pass.
 
-    `kept` are the groups that stay, in slots of their own; they come first in the addresses of the
-    plan. `entry` stands for the ring in the books of the tier.
+    `kept` are the groups that stay resident in their slots; they have the lowest addresses of the
+    plan. `entry` represents the ring in the tier.
     """
 
     def __init__(self, planned: TierPlan) -> None:
@@ -113,29 +118,29 @@ class LoopRing:
         return self.planned.nbytes - self.low
 
     def part(self, address: int, nbytes: int) -> torch.Tensor:
-        """Return the bytes at an address of the plan."""
+        """Return `nbytes` bytes at an address of the plan, as a view of the ring."""
         assert self.memory is not None
         return self.memory[address - self.low : address - self.low + nbytes]
 
     def passing(self) -> list[Resident]:
-        """Return what has to be in the ring before the first step."""
+        """Return the residents of the ring before the first step."""
         return [each for each in self.planned.start if each.group not in self.kept]
 
 
 @dataclass
 class StepViews:
-    """The tensors of one step, and the views among them that are over a ring."""
+    """The tensors of one step, and the views of groups in the ring among them."""
 
     tensors: dict[str, torch.Tensor]
     passing: tuple[SlotViews, ...]
 
 
 class LoopMemory:
-    """Leases and rings of one loop, with a ring for each tier in memory, the fastest first.
+    """The leases and rings of one loop, with one ring for each memory tier, the fastest first.
 
-    `entries` has the groups by number, `views` the tensors by step, and `used` what the unit of
-    that step uses: groups and their bytes. `copies` has the memory of each copy to the device,
-    target and source of each part, and the slot that the sources are in.
+    `entries` are the groups by number, `views` the tensors by step, and `used` the groups (with
+    their bytes) of the unit of each step. `copies` has, for each copy to the device, the slot of
+    the source, and the target and source memory of each part.
     """
 
     def __init__(self, core: Core, lease_table: LeaseTable, keyed: KeyedPlan) -> None:
@@ -145,7 +150,7 @@ class LoopMemory:
         self.entries: list[GroupEntry] = []
         self.views: list[StepViews] = []
         self.used: list[list[tuple[GroupId, int]]] = []
-        self.copies: list[tuple[Slot, Places]] = []
+        self.copies: list[tuple[Slot, CopyPairs]] = []
         self._leases: list[Lease] = []
         self._lease_table = lease_table
 
@@ -153,38 +158,42 @@ class LoopMemory:
 
     @transaction
     def find_groups(self) -> bool:
-        """Look up the groups. Returns False if one is gone, or has another size, or if it was
-        planned to move in tiles, but has to move as a whole."""
+        """Look up the groups of the plan. Return False if the plan does not fit them.
+
+        That is if one is gone, has another size, or was planned to move in tiles but cannot.
+        """
         core, keyed = self.core, self.keyed
         core.check_open()
         groups = [core.current.get(key) for key in keyed.groups]
         self.entries = [core.mover.entry(group) for group in groups if group is not None]
         sizes = tuple(entry.spec.nbytes for entry in self.entries)
         return keyed.plan.loop.sizes == sizes and not any(
-            moves_as_a_whole(core, self.entries[group]) for group in keyed.plan.cut_groups
+            moves_as_a_whole(core, self.entries[group]) for group in keyed.plan.tiled_groups
         )
 
     @transaction
     def others_have_leases(self) -> bool:
-        """Return whether leases take room that the plan does not know of: it may never come back.
-        Those of units around the first step are of groups that stay."""
+        """Return True if there are leases that the plan does not count on: they may never end.
+
+        Leases of units that enclose the first step are of groups that stay resident.
+        """
         core = self.core
         kept = {self.entries[group].group for group in self.rings[0].kept}
         leases = [record for record in core.leases if record not in core.revocable]
         return any(
-            record.caller is not None and (record.held is not None or record.group not in kept)
+            record.caller is not None
+            and (record.host_access is not None or record.group not in kept)
             for record in leases
         )
 
     def enter(self, source: LeaseSource, owner: object) -> bool:
-        """Bring all groups to where the plan has them before its first step, and lease those that
-        stay for `owner`. Blocks until they are there.
+        """Load all groups to where the plan has them before its first step. Blocks until done.
 
-        Returns False if there is no room; `give_back` is to be called then, too. Raises what
-        acquiring and reading the groups raises.
+        Leases the groups that stay for `owner`. Returns False if there is not enough memory; the
+        caller must call `free` then, too. Raises the errors of leasing and reading the groups.
         """
-        for ring in self.rings:  # the fastest first: groups get there by way of the others
-            if not self._borrow(ring):
+        for ring in self.rings:  # the fastest first: its groups pass through the slower ones
+            if not self._reserve(ring):
                 return False
             self._bring(ring, source, owner)
         device = self.core.tiers.device
@@ -205,13 +214,13 @@ class LoopMemory:
             self._leases.append(source.lease(self.keyed.groups[group], ring.tier, owner))
 
     @transaction
-    def _borrow(self, ring: LoopRing) -> bool:
+    def _reserve(self, ring: LoopRing) -> bool:
         core = self.core
-        core.tell(events.MemoryBorrowed(ring.tier, ring.nbytes))
-        if core.planner.borrowed[ring.tier] != ring.nbytes:
+        core.apply(events.MemoryBorrowed(ring.tier, ring.nbytes))
+        if core.planner.carved_out[ring.tier] != ring.nbytes:
             return False
         if core.tiers.device is not None and ring is self.rings[0] and ring.nbytes:
-            core.tiers.device.borrow(ring.entry)
+            core.tiers.device.carve_out(ring.entry)
         return True
 
     def _make(self, ring: LoopRing) -> None:
@@ -221,35 +230,35 @@ class LoopMemory:
             ring.memory = torch.empty(0, dtype=torch.uint8)
         elif ring.tier is Tier.DEVICE:
             assert tiers.device is not None
-            tiers.device.arena.give_back_idle()  # torch's cache has it in pieces that are too small
+            tiers.device.arena.free_idle()  # its pieces in torch's cache are too small
             ring.memory = tiers.device.arena.fill(ring.entry.slots[ring.tier])
         else:
             ring.memory = tiers.host.take(ring.entry)
 
     def _copy_up(self, ring: LoopRing, there: Resident, source: LeaseSource, owner: object) -> None:
-        """Copy a group from host memory to its place on the device."""
+        """Copy a group from host memory to its address on the device."""
         device, entry = self.core.tiers.device, self.entries[there.group]
         assert device is not None
         with source.lease(self.keyed.groups[there.group], Tier.HOST, owner):
             slot = entry.slots[Tier.HOST]
             target = ring.part(there.address, there.nbytes)
-            with entered(device.up):
+            with stream_context(device.up):
                 copy = functools.partial(copy_runs, entry.spec, slot.memory, target, up=True)
                 slot.while_locked(copy)
             device.up.synchronize()
 
     def read(self, ring: LoopRing, there: Resident) -> None:
-        """Read bytes of a group to their place in host memory. Raises what the disk does."""
+        """Read bytes of a group to their address in host memory. Raises the errors of the disk."""
         entry, journal = self.entries[there.group], self.core.mover.journal
         reader = self.core.tiers.reader
         span = Span(hop(Tier.DISK, ring.tier), entry.group.key)
         journal.begin(span)
         try:
-            room = ring.part(there.address, there.nbytes).numpy().data
+            space = ring.part(there.address, there.nbytes).numpy().data
             if there.nbytes == entry.spec.nbytes:
-                span.nbytes = reader.read(entry, room)
+                span.nbytes = reader.read(entry, space)
             else:
-                span.nbytes = reader.read_part(entry, room, there.offset)
+                span.nbytes = reader.read_part(entry, space, there.offset)
             journal.count(span.kind, span.nbytes)
         except BaseException:
             span.note = "failed"
@@ -258,7 +267,7 @@ class LoopMemory:
             journal.end(span)
 
     def _make_views(self) -> None:
-        """Make the tensors of all steps, once."""
+        """Create the tensors of all steps, once."""
         ring, keyed = self.rings[0], self.keyed
         leased = {lease.key: lease.tensors for lease in self._leases[: len(ring.kept)]}
         assert ring.memory is not None
@@ -292,7 +301,7 @@ class LoopMemory:
             views.views[place] = self.core.tiers.top.views_over(entry, memory, views.token)
         return views.views[place]
 
-    def _find_copies(self) -> Iterator[tuple[Slot, Places]]:
+    def _find_copies(self) -> Iterator[tuple[Slot, CopyPairs]]:
         ring, below = self.rings
         for copy in self.keyed.plan.top.copies:
             assert copy.source is not None
@@ -310,16 +319,16 @@ class LoopMemory:
 
     @transaction
     def _views_are_kept(self) -> bool:
-        """Return whether somebody holds views of memory in which a group was before."""
-        left = self.core.tiers.top.left
+        """Return True if other code holds views of earlier memory of a group."""
+        left = self.core.tiers.top.detached
         return any(left.storages_of(entry.group) for entry in self.entries)
 
     # Leaving: each as part of a transaction ----------------------------------------------------
 
     def note_device_work(self, streams: Set[torch.Stream], copied: Any) -> None:
-        """Note what the device has still to do with the memory. It may be far behind.
+        """Record work of the device that may still use the memory.
 
-        Steps ran on `streams`; the copies to the device are done at the event `copied` (or None).
+        Steps ran on `streams`. `copied` is an event after the last copy to the device, or None.
         """
         if self.core.tiers.device is None:
             return
@@ -330,36 +339,36 @@ class LoopMemory:
                     continue
                 if copied is not None:
                     slot.pending.append(copied)
-                if ring is self.rings[0]:  # to the end: views may have outlived their steps
+                if ring is self.rings[0]:  # the whole streams: views may outlive their steps
                     slot.streams |= streams
 
     def forget_views(self) -> None:
-        """Drop all views, so that nobody else holds any of memory that goes."""
+        """Drop all views, so that only views of other code remain on memory that is freed."""
         self.views.clear()
         self.copies.clear()
 
     def keep_only(self, used: Collection[str]) -> set[GroupId]:
-        """End the leases of all groups that are not `used`. Return those that are still leased."""
+        """End the leases of groups that are not `used`. Return the groups that stay leased."""
         for lease in [lease for lease in self._leases if lease.key not in used]:
             self._leases.remove(lease)
             self._lease_table.end_lease(lease)
         return {lease.group for lease in self._leases}
 
-    def give_back(self) -> None:
-        """End all leases, and give the rings back."""
+    def free(self) -> None:
+        """End all leases, and free the rings."""
         core = self.core
         self.forget_views()
         leases, self._leases = self._leases, []
         for ring in self.rings:
             ring.memory = None
-        if core.ended():  # everything goes with the tiers
+        if core.is_stopped():  # all memory is freed with the tiers
             for lease in leases:
-                lease.revoked()
+                lease.invalidate()
             return
         for lease in leases:
             self._lease_table.end_lease(lease)
-        core.tiers.host.give_back_soon(self.rings[-1].entry)
+        core.tiers.host.return_carved_out_soon(self.rings[-1].entry)
         if core.tiers.device is not None:
-            core.tiers.device.give_back(self.rings[0].entry)
+            core.tiers.device.return_carved_out(self.rings[0].entry)
         for ring in self.rings:
-            core.tell(events.MemoryBorrowed(ring.tier, 0))
+            core.apply(events.MemoryBorrowed(ring.tier, 0))

@@ -1,22 +1,21 @@
-"""Follows the plan of a loop: at each step, the copies that the plan has there, and nothing else.
+"""Follows the plan of a loop: at each step, makes exactly the copies that the plan lists.
 
-A plan (`tierstore.plan.loop_plan`) says for every step of a loop where its groups are on the
-fastest tier, and which copies may begin once it has ended. While it is followed, nothing is
-decided, no lock of the store is taken, and no object is made for a group. To the planner it is
-nothing special:
+A plan (`tierstore.plan.loop_plan`) gives, for every step of a loop, the addresses of its groups on
+the fastest tier, and the copies that may begin once the step has ended. While a plan is followed,
+nothing is decided, no lock of the store is taken, and no object is created for a group. The planner
+sees only this:
 
-- *What stays for good* is leased where it is, and nobody gives it back.
-- *Everything else passes through memory that is borrowed* (`events.MemoryBorrowed`), one piece for
-  each tier. What is in there is not in the planner's books: it believes that those groups are on
-  disk, or, of what stays for good in host memory, there.
+- *Groups that stay resident* are leased where they are, until the plan is left.
+- *All other groups pass through a ring*: memory reserved on each tier (`events.MemoryBorrowed`).
+  The planner does not track its contents: for it, those groups are on disk, or in host memory if
+  they stay there.
 
-So whoever asks the store for anything that is not there at once, puts, changes or discards what
-the loop uses, or runs something else on the thread of the loop, has the plan left first
-(`leave`). No copy begins then any more. Leases end, and the memory comes back as soon as no copy
-goes on in it and the step that uses it has ended. The planner takes over with its books, which
-were true all the time.
+Some calls leave the plan first (`leave`): a request for a group that is not resident, a put, a
+change or discard of a group of the loop, or other work on the loop's thread. Then no further copy
+begins. The leases end, and the memory is freed once its last copy and the step that uses it have
+ended. The planner takes over; its records were correct all the time.
 
-A step is what a thread uses between two of its calls: see `tierstore.engine.loops`.
+For steps, see `tierstore.engine.loops`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from tierstore.engine.core import Core
 from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.loop_memory import KeyedPlan, LeaseSource, LoopMemory, LoopRing, StepKeys
 from tierstore.engine.transaction import transact
-from tierstore.engine.wait_queue import LOOK_AGAIN, caller
+from tierstore.engine.wait_queue import POLL_SECONDS, caller
 from tierstore.model.locks import AutoResetEvent, RLock, check_may_wait, under
 from tierstore.model.tiers import Tier
 from tierstore.observe.device_times import Mark
@@ -42,27 +41,27 @@ from tierstore.observe.journal import STALL, FollowedPlan, LeaseUse, Span, hop
 from tierstore.plan.loop_follower import LoopFollower
 from tierstore.plan.loop_plan import Resident, TileCopy
 from tierstore.system.files import READ_BLOCK
-from tierstore.system.streams import entered
+from tierstore.system.streams import stream_context
 from tierstore.tiers.device_tier import copy_all
 from tierstore.tiers.mover import without_frames
 from tierstore.tiers.workers import EARLY
 
 READS = 4
-"""Tiles that are read at the same time, if the plan lets so many begin."""
+"""Most tiles that are read at the same time."""
 
-ANOTHER_STEP = "another step came"
-VIEW_IS_KEPT = "a view of a weight is kept"
+DIFFERENT_STEP = "a different step began"
+VIEW_OUTLIVES_STEP = "a view of a weight outlives its step"
 
 
 class _Begun(Enum):
-    """How a step began: as it was planned, or the plan was left."""
+    """Outcome of beginning a step: it follows the plan, or the plan was left."""
 
     FOLLOWED = auto()
     LEFT = auto()
 
 
 class StepLease:
-    """The tensors of a unit, for one step of a loop that is followed. Only `release` ends it."""
+    """A lease of a unit's tensors, for one step of a followed plan. Only `release` ends it."""
 
     __slots__ = ("_runner", "_steps", "key", "released", "tensors")
 
@@ -76,16 +75,16 @@ class StepLease:
         self.released = False
 
     def release(self) -> None:
-        """The unit has run. A second time, nothing happens."""
+        """End the lease, once the unit has run. A second call does nothing."""
         if not self.released:
             self.released = True
-            self.tensors = {}  # first: they are looked at when the step ends
+            self.tensors = {}  # first: the end of the step checks for remaining views
             self._runner.end(self._steps)
 
 
 @dataclass
-class Left:
-    """How a plan was left: at which step, after how many, and why."""
+class PlanExit:
+    """The end of a followed plan: at step `step` of a pass, after `steps` in total."""
 
     step: int
     steps: int
@@ -93,70 +92,73 @@ class Left:
 
 
 class LoopRunner:
-    """Follows a plan for the thread that makes it. `over` is told, on any thread, when everything
-    was given back; and `timed`, when a device has gone through two passes."""
+    """Follows a plan for the thread that creates it.
+
+    Calls `on_finished`, on any thread, when all memory is freed, and `on_timed` when a device has
+    completed two passes.
+    """
 
     def __init__(
         self,
         core: Core,
         lease_table: LeaseTable,
         keyed: KeyedPlan,
-        over: Callable[[LoopRunner], None],
-        timed: Callable[[LoopRunner], None],
+        on_finished: Callable[[LoopRunner], None],
+        on_timed: Callable[[LoopRunner], None],
     ) -> None:
         self.core = core
         plan = keyed.plan
         self.steps = keyed.steps
         self.keys = frozenset(keyed.groups)
-        self.left: Left | None = None
+        self.left: PlanExit | None = None
         self.follower = LoopFollower(plan)
         self.memory = LoopMemory(core, lease_table, keyed)
         self._journal = core.mover.journal
         self._counts = core.observer.counts_of_loops
         self._followed = FollowedPlan(len(self.steps), 0.0)
-        self._over = over
-        self._timed = timed
+        self._on_finished = on_finished
+        self._on_timed = on_timed
         self._lease_table = lease_table
         self._device = core.tiers.device
         self._lock = RLock()
         self._arrived = AutoResetEvent()
-        self._entering = 0  # the thread that does
+        self._entering = 0  # the thread that is entering, or 0
         self._thread = threading.get_ident()
-        self._owner: object = None  # who holds what the step uses, when the plan was left in it
+        self._owner: object = None  # owner of the step's leases, if the plan was left in a step
         self._in_step = False
-        self._uses: list[LeaseUse] = []  # of the step that goes on
-        self.seconds = [0.0] * len(plan.steps)  # that the device computed for each, the last time
+        self._uses: list[LeaseUse] = []  # of the running step
+        self.seconds = [0.0] * len(plan.steps)  # latest compute time of each step on the device
         self._steps_done, self._done_at = 0, 0.0
         self._bytes_read, self._seconds_read, self._read_at = 0, 0.0, 0.0
-        self._waited: tuple[Mark, ...] = ()  # from when to when the device waits for its copies
+        self._waited: tuple[Mark, ...] = ()  # begin and end of a wait for copies on the device
         self._reading = self._bytes_reading = 0
-        self._read: set[int] = set()  # numbers of reads that ended before older ones
-        self._given_back = False
+        self._read: set[int] = set()  # numbers of reads that finished out of order
+        self._memory_freed = False
         self.step_marks: list[Mark | None] = [None] * len(plan.steps)
         self._copy_marks: list[Mark | None] = [None] * len(plan.top.copies)
 
     # Entering ----------------------------------------------------------------------------------
 
     def enter(self, source: LeaseSource) -> bool:
-        """Bring everything to where the plan wants it before its first step. Waits for that.
+        """Load all groups to where the plan needs them before its first step. Blocks until done.
 
-        False if there is no room, or somebody else needs some: then nothing has changed. Raises
-        what an acquire raises; then nothing is kept.
+        Returns False if there is not enough memory, or if another caller needs it: then nothing has
+        changed. Raises the errors of `TierStore.acquire`; then all leases have ended.
         """
         self._entering = threading.get_ident()
         try:
             entered = self._bring(source)
         except BaseException:
-            self.left = self.left or Left(0, 0, "it could not be entered")
+            self.left = self.left or PlanExit(0, 0, "the plan could not be entered")
             raise
         finally:
             self._entering = 0
-            self._give_back_if_over()
+            self._free_if_finished()
         return entered
 
     def _bring(self, source: LeaseSource) -> bool:
         if not self.memory.enter(source, self):
-            self.left = Left(0, 0, "there is no room")
+            self.left = PlanExit(0, 0, "there is not enough memory")
             return False
         self._followed.start = time.monotonic()
         under(self._lock, self._advance_if_followed)
@@ -168,7 +170,7 @@ class LoopRunner:
     # Steps -------------------------------------------------------------------------------------
 
     def begin(self, step: StepKeys, key: str) -> StepLease | None:
-        """The next step begins. Waits until its groups are there. None: the plan was left."""
+        """Begin the next step. Blocks until its groups are resident. None: the plan was left."""
         asked = time.monotonic()
         begin = functools.partial(self._begin, step)
         began = under(self._lock, begin)
@@ -176,7 +178,7 @@ class LoopRunner:
         if began is None:
             began = self._wait(begin, key)
         if began is _Begun.LEFT:
-            self._give_back_if_over()
+            self._free_if_finished()
             return None
         number, arrivals = self.follower.steps % len(self.steps), self.follower.arrivals
         uses = self._uses = [
@@ -193,28 +195,27 @@ class LoopRunner:
         return StepLease(self, key, self.memory.views[number].tensors, self.follower.steps)
 
     def _begin(self, step: StepKeys) -> _Begun | None:
-        """Begin the step, if its groups are there. None: they are not yet."""
+        """Begin the step if its groups are resident. Return None if they are not yet."""
         if step != self.steps[(self.follower.steps + self._in_step) % len(self.steps)]:
-            self._leave(ANOTHER_STEP)
-        if self._in_step:  # of the unit that this one is in, which keeps views of what it uses
+            self._leave(DIFFERENT_STEP)
+        if self._in_step:  # the step of the enclosing unit, which may hold views
             self._end()
         if self.left is not None:
             return _Begun.LEFT
         arrivals = self.follower.arrivals
-        if arrivals and not self._is_there(arrivals):
+        if arrivals and not self._have_arrived(arrivals):
             self._arrived.clear()
             return None
         self._in_step = True
         return _Begun.FOLLOWED
 
-    def _is_there(self, arrivals: int) -> bool:
-        """Whether so many copies are there, or will be when the device gets that far."""
+    def _have_arrived(self, arrivals: int) -> bool:
+        """Return True if this many copies have ended; on a device, if they are queued."""
         counts = self.follower.ended if self._device is None else self.follower.begun
         return counts[0] >= arrivals
 
     def _order_after(self, arrivals: int) -> bool:
-        """Order what follows on the current stream after so many copies. Returns whether it has to
-        wait for them."""
+        """Make the current stream wait for this many copies. Return False if they have ended."""
         mark, device = self._copy_marks[(arrivals - 1) % len(self._copy_marks)], self._device
         stream = self.core.current_stream()
         assert mark is not None and stream is not None and device is not None
@@ -231,7 +232,7 @@ class LoopRunner:
         self._journal.begin(stall)
         try:
             while (began := under(self._lock, begin)) is None:
-                self._arrived.wait(LOOK_AGAIN)
+                self._arrived.wait(POLL_SECONDS)
             return began
         except BaseException:
             under(self._lock, functools.partial(self._leave, "a wait was interrupted"))
@@ -240,10 +241,12 @@ class LoopRunner:
             self._journal.end(stall)
 
     def end(self, steps: int) -> None:
-        """The step that began after so many is over: on a device, its work is queued. Nothing
-        happens if it ended with the beginning of the next."""
+        """End the step that began after `steps` steps: on a device, its work is queued.
+
+        Does nothing if the beginning of the next step has ended it.
+        """
         under(self._lock, functools.partial(self._end_once, steps))
-        self._give_back_if_over()
+        self._free_if_finished()
 
     def _end_once(self, steps: int) -> None:
         if self._in_step and self.follower.steps == steps:
@@ -260,25 +263,25 @@ class LoopRunner:
                 mark = self._device.times.mark(self.core.current_stream())
                 self.step_marks[number] = mark
                 done = functools.partial(self._done, number, uses)
-                self._device.times.tell(done, *self._waited, mark)
+                self._device.times.notify(done, *self._waited, mark)
                 self._waited = ()
             self.follower.step_ended()
             passing = self.memory.views[number].passing if self.left is None else ()
-            if any([views.are_looked_at() for views in passing]):
-                self._leave(VIEW_IS_KEPT)
+            if any([views.are_in_use() for views in passing]):
+                self._leave(VIEW_OUTLIVES_STEP)
             self._advance_if_followed()
-        except BaseException:  # what was counted may not be what was done
-            self._leave("a step was cut short")
+        except BaseException:  # the counters may be inconsistent
+            self._leave("a step was interrupted")
             raise
 
     def _done(self, number: int, uses: list[LeaseUse], times: list[float]) -> None:
-        """The device has done a step, maybe after it had waited for it."""
+        """Record that the device has completed a step, possibly after a wait for copies."""
         late = [use.granted for use in uses if use.met == "late"]
         began, self._done_at = max([self._done_at, *times[1:-1], *late]), times[-1]
         self.seconds[number] = max(self._done_at - began, 0.0)
         self._steps_done += 1
         if self._steps_done == 2 * len(self.steps):
-            self._timed(self)
+            self._on_timed(self)
         for use in uses:
             use.done = times[-1]
         if len(times) > 1:
@@ -290,7 +293,7 @@ class LoopRunner:
     # Copies ------------------------------------------------------------------------------------
 
     def _advance_if_followed(self) -> None:
-        """Begin the copies that may begin now."""
+        """Begin the copies that may begin now, unless the plan was left."""
         if self.left is None:
             self._advance()
 
@@ -303,12 +306,15 @@ class LoopRunner:
             self.follower.copy_begun(last)
             self._reading += 1
             self._bytes_reading += copy.nbytes
-            read = functools.partial(self._read_one, number)
+            read = functools.partial(self._read_tile, number)
             self.core.tiers.reader.workers.submit(EARLY, read)
 
     def _may_read(self) -> bool:
-        """Whether one more read may begin. Two large ones at once would share the disk, and the one
-        that is needed first would come as late as the other."""
+        """Return True if one more read may begin.
+
+        Two large reads at once would share the disk, and the one needed first would end as late as
+        the other.
+        """
         return self._reading < READS and self._bytes_reading <= READ_BLOCK
 
     def _queue(self) -> None:
@@ -320,7 +326,7 @@ class LoopRunner:
             return
         waited: Mark | None = None
         moved, began = 0, device.times.mark(device.up)
-        with entered(device.up):
+        with stream_context(device.up):
             while copy is not None:
                 number = follower.begun[0] % len(self._copy_marks)
                 mark = self.step_marks[copy.after]  # of the pass before, if that is negative
@@ -336,10 +342,10 @@ class LoopRunner:
                 copy = follower.next_copy(0)
         span = Span(hop(Tier.HOST, Tier.DEVICE), self.memory.rings[0].entry.group.key, moved)
         self._journal.count(span.kind, moved)
-        device.times.tell(functools.partial(self._journal.end_between, span), began, ended)
+        device.times.notify(functools.partial(self._journal.end_between, span), began, ended)
 
-    def _read_one(self, number: int) -> None:
-        """Read a tile into the ring, on a thread of the disk's."""
+    def _read_tile(self, number: int) -> None:
+        """Read a tile into the ring, on a disk thread."""
         last = len(self.memory.rings) - 1
         ring = self.memory.rings[last]
         copies = ring.planned.copies
@@ -348,9 +354,9 @@ class LoopRunner:
         try:
             began = self._read_into(ring, copy)
         except BaseException as caught:
-            error = without_frames(caught)  # nothing here has the memory any more
+            error = without_frames(caught)  # the traceback must not keep the memory alive
         under(self._lock, functools.partial(self._read_ended, number, copy.nbytes, began, error))
-        self._give_back_if_over()
+        self._free_if_finished()
 
     def _read_ended(
         self, number: int, nbytes: int, began: float, error: BaseException | None
@@ -358,7 +364,7 @@ class LoopRunner:
         last, now = len(self.memory.rings) - 1, time.monotonic()
         self._reading -= 1
         self._bytes_reading -= nbytes
-        if error is None:  # reads at the same time share the disk
+        if error is None:  # parallel reads share the disk
             self._bytes_read += nbytes
             self._seconds_read += now - max(began, self._read_at)
         self._read_at = now
@@ -372,10 +378,10 @@ class LoopRunner:
         self._arrived.set()
 
     def _read_into(self, ring: LoopRing, copy: TileCopy) -> float:
-        """Read a tile once its place is free. Returns when the read began."""
+        """Read a tile once its memory is free. Return the time when the read began."""
         if self._device is not None:
             mark = self._copy_marks[copy.after]
-            if mark is not None:  # the device may not have got that far
+            if mark is not None:  # the device may still read the old contents
                 mark.event.synchronize()
         began = time.monotonic()
         self.memory.read(ring, Resident(copy.group, copy.offset, copy.nbytes, copy.target))
@@ -383,43 +389,48 @@ class LoopRunner:
 
     @property
     def read_speed(self) -> float | None:
-        """Bytes per second of what was read so far."""
+        """Read bandwidth so far, in bytes per second; None before the first read."""
         return self._bytes_read / self._seconds_read if self._seconds_read else None
 
     # Leaving -----------------------------------------------------------------------------------
 
-    def borrowed(self) -> Iterator[tuple[Tier, int]]:
+    def reserved_bytes(self) -> Iterator[tuple[Tier, int]]:
         """See `FollowedLoop`."""
-        if not self._given_back:
+        if not self._memory_freed:
             yield from ((ring.tier, ring.nbytes) for ring in self.memory.rings)
 
     def leave(self, reason: str) -> None:
-        """Follow the plan no more, as part of a transaction. Waits for nothing."""
+        """Stop following the plan. Never waits. Part of a transaction."""
         if self._entering == threading.get_ident():
-            return  # it is its own
+            return  # the call comes from entering the plan
         if under(self._lock, functools.partial(self._leave_now, reason)):
-            self.give_back()
-            self._over(self)
+            self.free_memory()
+            self._on_finished(self)
 
     def _leave_now(self, reason: str) -> bool:
-        """Whether nothing is under way, and everything is to be given back."""
+        """Leave the plan. Return True if the caller must free the memory now."""
         news = self.left is None
         self._leave(reason)
         if self._entering:
             return False
         if self._in_step and news:
-            self._give_way()
-        return self._is_over()
+            self._yield_memory()
+        return self._claim_finish()
 
-    def _is_over(self) -> bool:
-        """Whether the plan was left, and nothing is under way any more: told once."""
-        over = self.left is not None and not (self._in_step or self._reading or self._given_back)
-        self._given_back = self._given_back or over
-        return over
+    def _claim_finish(self) -> bool:
+        """Return True, only once, if the plan was left and no step, read or copy is in progress."""
+        on_finished = self.left is not None and not (
+            self._in_step or self._reading or self._memory_freed
+        )
+        self._memory_freed = self._memory_freed or on_finished
+        return on_finished
 
-    def _give_way(self) -> None:
-        """As part of a transaction: let go of all that the step that goes on does not use. If it is
-        this thread's, it holds the rest, and waits in vain for more than that."""
+    def _yield_memory(self) -> None:
+        """Release all leases that the running step does not use. Part of a transaction.
+
+        If the step runs on this thread, this caller becomes the owner of the other leases, so that
+        a wait for their memory fails as a wait for itself.
+        """
         memory, core = self.memory, self.core
         self._note_device_work()
         memory.forget_views()
@@ -427,7 +438,7 @@ class LoopRunner:
         if threading.get_ident() == self._thread:
             self._owner = caller()
             for record in [r for r in core.leases if r.caller is self and r.group in kept]:
-                self._lease_table.pass_on(record, self._owner)
+                self._lease_table.change_owner(record, self._owner)
             core.queue.add_lease(self._owner, memory.rings[0].entry.group)
 
     def _note_device_work(self) -> None:
@@ -440,19 +451,19 @@ class LoopRunner:
     def _leave(self, reason: str) -> None:
         if self.left is None:
             steps = self.follower.steps
-            self.left = left = Left(steps % len(self.steps), steps, reason)
+            self.left = left = PlanExit(steps % len(self.steps), steps, reason)
             self._followed.at, self._followed.reason = left.step, reason
             self._followed.end = time.monotonic()
             self._arrived.set()
 
-    def _give_back_if_over(self) -> None:
-        """End leases, and give the memory back, once nothing is under way any more."""
-        if self.left is not None and under(self._lock, self._is_over):
-            transact(self.core, self.give_back)
-            self._over(self)
+    def _free_if_finished(self) -> None:
+        """End the leases and free the memory once the plan was left and nothing is in progress."""
+        if self.left is not None and under(self._lock, self._claim_finish):
+            transact(self.core, self.free_memory)
+            self._on_finished(self)
 
-    def give_back(self) -> None:
-        """End leases, and give the memory back, as part of a transaction."""
+    def free_memory(self) -> None:
+        """End the leases and free the memory. Part of a transaction."""
         self._note_device_work()
-        self.memory.give_back()
+        self.memory.free()
         self.core.queue.remove_lease(self._owner, self.memory.rings[0].entry.group)

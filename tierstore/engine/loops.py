@@ -1,11 +1,12 @@
-"""Sees that a thread repeats its steps, has them planned, and follows the plan.
+"""Detects that a thread repeats its steps, plans the loop, and follows the plan.
 
-A *step* is what a unit borrows: the keys of its groups, and those of the units that it is in. A
-unit says when it begins and ends; nobody decides anything for it while a plan is followed. A thread
-that has gone through the same steps twice has its loop planned, on a thread of the disk's, and
-enters the plan at the beginning of a pass. Whatever does not fit leaves it again (`LoopRunner`).
+A *step* is the set of groups that a unit leases: the keys of its groups, and those of the units
+that contain it. Each unit reports its beginning and end. While a plan is followed, the planner
+decides nothing for it. After a thread has run the same steps twice, its loop is planned on a disk
+thread, and the thread enters the plan at the beginning of a pass. Any deviation leaves the plan
+(`LoopRunner`).
 
-One plan is followed at a time, and only while no other thread uses units.
+Only one plan is followed at a time, and only while no other thread uses units.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tierstore.engine.core import Core, LoopLeftError
 from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.leases import Leases
 from tierstore.engine.loop_memory import KeyedPlan, StepKeys, moves_as_a_whole
-from tierstore.engine.loop_runner import ANOTHER_STEP, VIEW_IS_KEPT, LoopRunner, StepLease
+from tierstore.engine.loop_runner import DIFFERENT_STEP, VIEW_OUTLIVES_STEP, LoopRunner, StepLease
 from tierstore.engine.mutable_groups import MutableGroups
 from tierstore.engine.transaction import transact, transaction
 from tierstore.errors import TierStoreError
@@ -39,24 +40,26 @@ from tierstore.tiers.workers import EARLY
 
 logger = logging.getLogger("tierstore.engine")
 
-THREADS = 256
-"""Threads that are remembered to have used units."""
-FORGOTTEN = 8192
-"""Different steps of one thread after which all are forgotten."""
-LEAVES = 3
-"""A plan that was left so often, each time within a pass, rests before it is entered again. One
-that was left so often because views of weights were kept is not entered any more."""
-BETTER = 0.97
-"""A plan is left for another one whose passes take so much of its time, or less, and take less by
-`SAVED` seconds: entering it takes about as long as a pass."""
-SAVED = 0.01
-LONGEST_REST = 4
-"""It rests for two passes, then for four, and so on, so many times doubled at most."""
+MAX_THREADS = 256
+"""Maximum number of threads whose last use of units is tracked."""
+MAX_STEPS = 8192
+"""Maximum number of distinct steps tracked per thread. Above it, all are dropped."""
+LEAVES_BEFORE_REST = 3
+"""Times in a row that a plan may be left within a pass before it rests.
+
+A loop whose plan was left so often because views of weights were kept is not planned again."""
+MAX_TIME_RATIO = 0.97
+"""A plan is replaced by one whose passes take at most this fraction of its time.
+
+They must also be shorter by `MIN_SAVED_SECONDS`: entering a plan takes about as long as a pass."""
+MIN_SAVED_SECONDS = 0.01
+MAX_REST_DOUBLINGS = 4
+"""Maximum number of times that the rest of a plan doubles: two passes, then four, and so on."""
 
 
 @dataclass
-class Planned:
-    """The plan of a loop, which names `groups` by number, or that there is none."""
+class PlannedLoop:
+    """A loop and its plan, which numbers its `groups`. `plan` is None if there is no plan."""
 
     length: int
     steps: tuple[StepKeys, ...]
@@ -68,46 +71,51 @@ class Planned:
     ready: bool = False
     groups: tuple[str, ...] = ()
     plan: LoopPlan | None = None
-    early: int = 0  # how often it was left within a pass, one time after the other
-    rest: int = 0  # passes before it is entered again
-    left_after: int = -1  # steps for which it was followed
-    timed: bool = False  # while it was followed
+    early: int = 0  # times in a row that it was left within a pass
+    rest: int = 0  # passes until it may be entered again
+    left_after: int = -1  # steps after which it was last left
+    timed: bool = False  # measured while it was followed
 
-    def left(self, steps: int) -> None:
-        """It was left after so many steps, or could not be entered."""
+    def mark_left(self, steps: int) -> None:
+        """Record that the plan was left after `steps`, or could not be entered (0)."""
         self.early = self.early + 1 if steps < self.length else 0
-        resting = self.early - LEAVES
-        self.rest = 0 if resting <= 0 else 1 << min(resting, LONGEST_REST)
+        resting = self.early - LEAVES_BEFORE_REST
+        self.rest = 0 if resting <= 0 else 1 << min(resting, MAX_REST_DOUBLINGS)
         self.left_after = steps
         self.asked = time.monotonic()
 
 
 class ThreadSteps:
-    """The steps of one thread. Only that thread has it."""
+    """The steps of one thread. Used by that thread only."""
 
     def __init__(self, running: list[StepKeys] | None = None) -> None:
-        self.open: list[StepKeys] = running or []  # of the units that run, with those they are in
-        self.inner = False  # whether a unit in the innermost open one has run
+        self.open: list[StepKeys] = running or []  # steps of the running units, outermost first
+        self.inner = False  # True if a unit inside the innermost open one has run
         self.recorder = LoopRecorder()
-        self.own: dict[StepKeys, StepKeys] = {}  # of the unit that began, by step
+        self.own: dict[StepKeys, StepKeys] = {}  # keys of the unit that began the step, by step
         self.latest: StepKeys | None = None
-        self.after = 0  # steps since the plan was asked for
-        self.planned: Planned | None = None
-        self.runner: LoopRunner | None = None  # of the plan that is followed
-        self.known: Planned | None = None  # the plan that was left
-        self.kept_views: dict[frozenset[StepKeys], int] = {}  # by loop: it was left for so many
+        self.after = 0  # steps since the plan was requested
+        self.planned: PlannedLoop | None = None
+        self.runner: LoopRunner | None = None  # runner of the followed plan
+        self.left_plan: PlannedLoop | None = None
+        # By loop: how often its plan was left because views of weights were kept.
+        self.kept_views: dict[frozenset[StepKeys], int] = {}
         self._since: dict[StepKeys, int] = {}
         self._distance = self._same = self._count = 0
 
     @property
     def distance(self) -> int:
-        """Steps since the latest one came before, where those that follow each other with the same
-        keys count once: so many a period has at least."""
+        """Steps since the previous occurrence of the latest step: a lower bound of the period.
+
+        Consecutive steps with the same keys count as one.
+        """
         return self._distance
 
     def note(self, step: StepKeys, own: StepKeys) -> None:
-        """A step begins, and the one before it is over."""
-        if len(self.own) > FORGOTTEN:  # of models that are gone, or are edited all the time
+        """Record that a step begins, and that the previous one has ended."""
+        if (
+            len(self.own) > MAX_STEPS
+        ):  # steps of discarded models, or of one that is edited all the time
             self.__init__(self.open)  # type: ignore[misc]
         if self.latest is not None:
             self.recorder.note(self.latest)
@@ -115,7 +123,7 @@ class ThreadSteps:
         again = step == self.latest
         self.own[step] = own
         self.latest = step
-        if again:  # units that follow each other may be in one group
+        if again:  # consecutive units may be in one group
             return
         count, before = self._count, self._since.get(step)
         distance = 0 if before is None else count - before
@@ -124,44 +132,48 @@ class ThreadSteps:
         self._since[step] = count
         self._count = count + 1
 
-    def interrupted(self) -> None:
-        """Note that a plan was followed, whose steps were not noted."""
+    def note_gap(self) -> None:
+        """Record that a plan was followed, whose steps were not recorded."""
         self.latest = None
-        self.recorder.interrupted()
+        self.recorder.note_gap()
         self._since.clear()
         self._distance = self._same = 0
 
     def note_chosen(self) -> None:
-        """Note a use that data chose. Steps with one of these are no loop: a plan would take the
-        memory in which groups that are often chosen stay."""
-        self.recorder.interrupted()
+        """Record a use that depends on data (routing), which makes the steps no loop.
+
+        A plan would take the memory in which often-routed groups stay.
+        """
+        self.recorder.note_gap()
 
     def keeps_views(self, steps: tuple[StepKeys, ...]) -> bool:
-        """Whether this loop keeps views of weights, each time. They would have to be copied."""
-        return self.kept_views.get(frozenset(steps), 0) >= LEAVES
+        """Return True if views of weights outlive this loop's steps each time."""
+        return self.kept_views.get(frozenset(steps), 0) >= LEAVES_BEFORE_REST
 
     def may_repeat(self) -> bool:
-        """Whether a period may have come to its end: cheap, and sometimes wrong. A period that was
-        told of is told of again when it has passed once more."""
+        """Return True if a period may have ended: a cheap test, sometimes wrong.
+
+        A reported period is reported again only after it has passed once more.
+        """
         if not self._distance or self._same < self._distance:
             return False
         self._same = 0
         return True
 
 
-def is_known(known: Planned | None, steps: tuple[StepKeys, ...]) -> bool:
-    """Return whether these are the steps of a plan, from whichever on."""
-    if known is None or len(steps) != known.length:
+def is_same_loop(left_plan: PlannedLoop | None, steps: tuple[StepKeys, ...]) -> bool:
+    """Return True if these are the steps of a known plan, from any starting point."""
+    if left_plan is None or len(steps) != left_plan.length:
         return False
-    firsts = [number for number, step in enumerate(steps) if step == known.steps[0]]
-    return any(steps[first:] + steps[:first] == known.steps for first in firsts)
+    firsts = [number for number, step in enumerate(steps) if step == left_plan.steps[0]]
+    return any(steps[first:] + steps[:first] == left_plan.steps for first in firsts)
 
 
 _all: weakref.WeakSet[Loops] = weakref.WeakSet()
 
 
 def _forget_in_child() -> None:
-    """A fork has none of the threads that read, nor the memory of a device."""
+    """Drop all plans in a forked child, which has neither disk threads nor device memory."""
     for loops in list(_all):
         loops.runner = None
 
@@ -170,7 +182,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class Loops:
-    """The loops of a store, and the runner of the one that is followed."""
+    """The loops of a store, and the runner of the followed plan."""
 
     def __init__(
         self, core: Core, lease_table: LeaseTable, leases: Leases, mutable_groups: MutableGroups
@@ -184,7 +196,7 @@ class Loops:
         self._mutable_groups = mutable_groups
         self._threads = threading.local()
         self.refines = True
-        self.least_tile: int | None = None  # bytes, for tests
+        self.least_tile: int | None = None  # smallest tile in bytes, for tests
         self._used_by: dict[int, float] = {}
         _all.add(self)
 
@@ -199,10 +211,10 @@ class Loops:
         return found
 
     def begin(self, steps: ThreadSteps, keys: StepKeys) -> StepLease | None:
-        """Begin a unit that uses these groups. Afterwards `end` has to be called, with the number
-        of units that were open before.
+        """Begin a unit that uses these groups.
 
-        Returns its tensors if a plan is followed. Else they are to be acquired.
+        Returns a lease of its tensors if a plan is followed. Otherwise returns None, and the caller
+        acquires them. The caller must call `end`, with the number of units that were open before.
         """
         step = keys if not steps.open else steps.open[-1] + keys
         steps.open.append(step)
@@ -213,19 +225,21 @@ class Loops:
                 return lease
         now, thread = time.monotonic(), threading.get_ident()
         self._used_by[thread] = now
-        if len(self._used_by) > THREADS:
+        if len(self._used_by) > MAX_THREADS:
             self._used_by = {thread: now}
         steps.note(step, keys)
-        if self.enabled and self._looks_for_a_plan(steps):
+        if self.enabled and self._may_enter(steps):
             runner = steps.runner = self._enter(steps)
             return None if runner is None else self._follow(steps, runner, step, keys)
         return None
 
     def end(self, steps: ThreadSteps, depth: int) -> None:
-        """End the unit that began when so many were open, after its leases were released. May be
-        called again if it was interrupted."""
+        """End the unit that began when `depth` units were open, after its leases are released.
+
+        May be called again if it was interrupted.
+        """
         if len(steps.open) <= depth:
-            return  # it did not come to begin
+            return  # `begin` was interrupted
         step = steps.open[depth]
         del steps.open[depth:]
         inner, steps.inner = steps.inner, True
@@ -241,74 +255,76 @@ class Loops:
     def _follow(
         self, steps: ThreadSteps, runner: LoopRunner, step: StepKeys, keys: StepKeys
     ) -> StepLease | None:
-        """Begin the next step of the plan that this thread follows. None if the plan was left."""
-        self.core.refuse_capture()
-        if runner.left is not None or self.runner is runner:  # else the process was forked
+        """Begin the next step of the plan of this thread. Return None if the plan was left."""
+        self.core.check_not_capturing()
+        if runner.left is not None or self.runner is runner:  # otherwise the process was forked
             lease = runner.begin(step, keys[0] if keys else "")
             if lease is not None:
                 return lease
-        self._was_left(steps, runner)
+        self._handle_left(steps, runner)
         return None
 
-    def _was_left(self, steps: ThreadSteps, runner: LoopRunner) -> None:
+    def _handle_left(self, steps: ThreadSteps, runner: LoopRunner) -> None:
         left, steps.runner = runner.left, None
         if left is None:
             return
         logger.debug("the plan of a loop was left at step %d: %s", left.step, left.reason)
         planned, steps.planned = steps.planned, None
-        steps.interrupted()
+        steps.note_gap()
         if planned is None:
             return
-        if left.reason == VIEW_IS_KEPT:
+        if left.reason == VIEW_OUTLIVES_STEP:
             loop = frozenset(planned.steps)
             steps.kept_views[loop] = steps.kept_views.get(loop, 0) + 1
-        # Left after as many steps as before, for another unit: this is a part of a longer loop.
-        is_part = left.reason == ANOTHER_STEP and left.steps == planned.left_after
-        planned.left(left.steps)
-        steps.known = None if is_part else planned
+        # Left at the same step as before, for another unit: this is part of a longer loop.
+        is_part = left.reason == DIFFERENT_STEP and left.steps == planned.left_after
+        planned.mark_left(left.steps)
+        steps.left_plan = None if is_part else planned
         if is_part:
             steps.recorder.left(planned.length, left.steps)
 
     # Planning ----------------------------------------------------------------------------------
 
-    def _looks_for_a_plan(self, steps: ThreadSteps) -> bool:
-        """Whether there is a plan whose first step is the one that begins."""
-        if steps.planned is None and self._is_back(steps):
-            steps.planned, steps.after = steps.known, 0
+    def _may_enter(self, steps: ThreadSteps) -> bool:
+        """Return True if a plan is ready whose first step begins now."""
+        if steps.planned is None and self._left_loop_repeats(steps):
+            steps.planned, steps.after = steps.left_plan, 0
         planned = steps.planned
         if planned is None:
             if steps.may_repeat():
-                self._ask_for_a_plan(steps)
+                self._request_plan(steps)
             return False
         if steps.after % planned.length:
             if steps.latest != planned.steps[steps.after % planned.length]:
-                steps.planned = None  # it goes on in another way
+                steps.planned = None  # the steps differ from the plan
             return False
         if steps.latest != planned.steps[0]:
             steps.planned = None
             return False
         if planned.ready and planned.plan is None:
             return False
-        return planned.ready and self.runner is None and not self._others_since(planned.asked)
+        return (
+            planned.ready and self.runner is None and not self._other_threads_since(planned.asked)
+        )
 
-    def _is_back(self, steps: ThreadSteps) -> bool:
-        """Whether a pass of the loop that was left has been gone through, and the next begins."""
-        known = steps.known
-        if known is None or steps.latest != known.steps[0]:
+    def _left_loop_repeats(self, steps: ThreadSteps) -> bool:
+        """Return True if the loop whose plan was left has completed a pass since."""
+        left_plan = steps.left_plan
+        if left_plan is None or steps.latest != left_plan.steps[0]:
             return False
-        if not steps.recorder.ends_with(known.steps):
+        if not steps.recorder.ends_with(left_plan.steps):
             return False
-        if steps.keeps_views(known.steps):
+        if steps.keeps_views(left_plan.steps):
             return False
-        if known.rest:
-            known.rest -= 1
+        if left_plan.rest:
+            left_plan.rest -= 1
             return False
-        if self._budgets() != known.budgets:
-            steps.known = None
-        return steps.known is not None
+        if self._budgets() != left_plan.budgets:
+            steps.left_plan = None
+        return steps.left_plan is not None
 
-    def _others_since(self, began: float) -> bool:
-        """Whether other threads have used units since then."""
+    def _other_threads_since(self, began: float) -> bool:
+        """Return True if other threads have used units since then."""
         thread = threading.get_ident()
         for other, latest in list(self._used_by.items()):
             if other != thread and latest > began:
@@ -317,27 +333,29 @@ class Loops:
                 self._used_by.pop(other, None)
         return False
 
-    def _ask_for_a_plan(self, steps: ThreadSteps) -> None:
+    def _request_plan(self, steps: ThreadSteps) -> None:
         length = steps.recorder.period(steps.distance)
         if not length:
             return
         names = tuple(steps.recorder.keys(length))
-        if steps.keeps_views(names) or is_known(steps.known, names):
+        if steps.keeps_views(names) or is_same_loop(steps.left_plan, names):
             return
         sizes = self._sizes({key for step in names for key in step})
         if sizes is None:
             return
         own = tuple(steps.own[step] for step in names)
         budgets, speeds = self._budgets(), self._speeds()
-        planned = Planned(length, names, own, sizes, budgets, speeds, time.monotonic())
+        planned = PlannedLoop(length, names, own, sizes, budgets, speeds, time.monotonic())
         steps.planned, steps.after = planned, 0
         plan = functools.partial(self._plan, planned)
         self.core.tiers.reader.workers.submit(EARLY, plan)
 
     @transaction
     def _sizes(self, keys: set[str]) -> dict[str, int] | None:
-        """Return the bytes of these groups; None if one of them has to pass through a ring, but
-        cannot."""
+        """Return the bytes of these groups by key, or None if one cannot be part of a plan.
+
+        That is a group that has to pass through a ring, but cannot.
+        """
         core = self.core
         found, unsaved = {}, False
         for key in keys:
@@ -348,7 +366,7 @@ class Loops:
             if entry.mutable or entry.use_order is not UseOrder.LEARNED:
                 return None
             unsaved |= entry.source is None
-            if entry.sticky or core.tiers.top.left.storages_of(group):
+            if entry.sticky or core.tiers.top.detached.storages_of(group):
                 return None
             found[key] = entry.spec.nbytes
         budget = core.planner.budgets[core.planner.top]
@@ -357,34 +375,34 @@ class Loops:
 
     @transaction
     def _budgets(self) -> dict[Tier, int | None]:
-        """The bytes of each tier in memory that nobody has for good."""
+        """Return the budget of each memory tier in bytes, less its permanent leases."""
         core = self.core
         planner, top = core.planner, core.planner.top
         kept = dict.fromkeys(planner.budgets, 0)
         for record in core.leases:
             if record.caller is None:
-                tier = top if record.held is None else Tier.HOST
+                tier = top if record.host_access is None else Tier.HOST
                 kept[tier] += core.mover.entry(record.group).spec.nbytes
         limits = {tier: n for tier, n in planner.budgets.items() if not tier.persistent}
         return {tier: None if n is None else n - kept[tier] for tier, n in limits.items()}
 
-    def _plan(self, planned: Planned) -> None:
-        """Compute a plan, on a thread of the disk's."""
+    def _plan(self, planned: PlannedLoop) -> None:
+        """Compute a plan, on a disk thread."""
         try:
             self._plan_for(planned, self._seconds(planned))
-        except Exception:  # nobody waits for it
+        except Exception:  # no caller waits for the result
             logger.exception("planning a loop failed")
         planned.ready = True
 
-    def _plan_for(self, planned: Planned, seconds: list[float]) -> None:
+    def _plan_for(self, planned: PlannedLoop, seconds: list[float]) -> None:
         loop, groups = as_loop(planned.steps, planned.sizes, seconds)
         planned.groups = tuple(groups)
-        tile, whole = tile_bytes(planned.budgets, self.least_tile), self._whole(groups)
+        tile, whole = tile_bytes(planned.budgets, self.least_tile), self._unsplittable(groups)
         planned.plan = plan_loop(loop, planned.budgets, planned.speeds, tile, whole)
 
     @transaction
-    def _whole(self, keys: Sequence[str]) -> set[int]:
-        """Return the numbers of the groups that may not move in tiles."""
+    def _unsplittable(self, keys: Sequence[str]) -> set[int]:
+        """Return the numbers of the groups that cannot move in tiles."""
         core = self.core
         groups = [core.current.get(key) for key in keys]
         return {
@@ -394,47 +412,52 @@ class Loops:
         }
 
     def _speeds(self) -> dict[tuple[Tier, Tier], float]:
-        """Return the bytes per second of each way to a tier in memory, as far as it is known."""
+        """Return the known bandwidths of hops to memory tiers, in bytes per second."""
         planner = self.core.planner
         memory = in_memory(planner.tiers)
         ways = zip([*memory[1:], Tier.DISK], memory, strict=True)
         bandwidth = {way: planner.bandwidth(*way) for way in ways}
         return {way: speed for way, speed in bandwidth.items() if speed}
 
-    def _timed(self, planned: Planned, runner: LoopRunner) -> None:
-        """Plan a loop anew with times of passes that followed its plan. The first ones were
-        measured while the host decided at each use, and the device may have waited for it."""
+    def _request_replan(self, planned: PlannedLoop, runner: LoopRunner) -> None:
+        """Plan a loop again, with times measured while its plan was followed.
+
+        The first times were measured while the planner decided at each use, and the device may have
+        waited for it.
+        """
         if self.refines and not planned.timed:
             planned.timed = True
             seconds, speed = list(runner.seconds), runner.read_speed
             if speed is not None:
                 planned.speeds[Tier.DISK, runner.memory.rings[-1].tier] = speed
-            plan_anew = functools.partial(self._plan_anew, planned, seconds)
-            self.core.tiers.reader.workers.submit(EARLY, plan_anew)
+            replan = functools.partial(self._replan, planned, seconds)
+            self.core.tiers.reader.workers.submit(EARLY, replan)
 
-    def _plan_anew(self, planned: Planned, seconds: list[float]) -> None:
-        """Leave a plan for a better one, if there is one."""
+    def _replan(self, planned: PlannedLoop, seconds: list[float]) -> None:
+        """Compute a new plan, and leave the followed one if the new one is better."""
         followed = planned.plan
         assert followed is not None
         try:
             self._plan_for(planned, seconds)
-        except Exception:  # nobody waits for it
-            logger.exception("planning a loop anew failed")
+        except Exception:  # no caller waits for the result
+            logger.exception("planning a loop again failed")
         by_tier = [planned.speeds.get(way) for way in followed.ways]
         before = seconds_per_pass(followed.timed(seconds), by_tier)
         now = before if planned.plan is None else seconds_per_pass(planned.plan, by_tier)
-        if now <= min(BETTER * before, before - SAVED):
+        if now <= min(MAX_TIME_RATIO * before, before - MIN_SAVED_SECONDS):
             leave = functools.partial(self.core.leave_loop, "there is a better plan")
             transact(self.core, leave)
         else:
             planned.plan = followed
 
-    def _seconds(self, planned: Planned) -> list[float]:
-        """Return for how long each step computes. Those that follow each other with the same groups
-        have been measured together."""
+    def _seconds(self, planned: PlannedLoop) -> list[float]:
+        """Return the seconds of compute of each step.
+
+        Consecutive steps with the same groups are measured together, and share the time evenly.
+        """
         core = self.core
         if core.tiers.device is not None:
-            core.tiers.device.times.look()
+            core.tiers.device.times.poll()
         by_key = self._seconds_by_key(planned.sizes)
         seconds = [0.0] * planned.length
         using = [number for number, keys in enumerate(planned.own) if keys]
@@ -457,14 +480,14 @@ class Loops:
     # Entering and leaving ----------------------------------------------------------------------
 
     def _enter(self, steps: ThreadSteps) -> LoopRunner | None:
-        """Enter the plan of this thread. None if that cannot be done now."""
+        """Enter the plan of this thread. Return None if that is not possible now."""
         planned = steps.planned
         assert planned is not None and planned.plan is not None
         keyed = KeyedPlan(planned.plan, planned.groups, planned.steps, planned.own)
-        timed = functools.partial(self._timed, planned)
-        runner = LoopRunner(self.core, self._lease_table, keyed, self._over, timed)
+        timed = functools.partial(self._request_replan, planned)
+        runner = LoopRunner(self.core, self._lease_table, keyed, self._finished, timed)
         if not runner.memory.find_groups():
-            steps.planned = steps.known = None
+            steps.planned = steps.left_plan = None
             return None
         if runner.memory.others_have_leases():
             return None
@@ -473,23 +496,23 @@ class Loops:
         try:
             entered = runner.enter(self)
         except (LoopLeftError, TierStoreError, OSError) as error:
-            # Whoever needs what is missing raises it.
+            # The unit that acquires the missing group raises this error.
             logger.debug("the plan of a loop could not be entered: %r", error)
         finally:
             self._leases.end_stream(id(runner))
             if not entered:
-                self._over(runner)
+                self._finished(runner)
         if not entered:
-            planned.left(0)
-            steps.known, steps.planned = planned, None
+            planned.mark_left(0)
+            steps.left_plan, steps.planned = planned, None
             return None
         return runner
 
-    def _over(self, runner: LoopRunner) -> None:
+    def _finished(self, runner: LoopRunner) -> None:
         if self.runner is runner:
             self.runner = self.core.followed = None
 
-    # What a runner borrows -----------------------------------------------------------------------
+    # Leases of the runner ------------------------------------------------------------------------
 
     def lease(self, key: str, tier: Tier, owner: object) -> Lease:
         """See `LeaseSource`."""

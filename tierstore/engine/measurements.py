@@ -1,6 +1,6 @@
-"""How long an accelerator took: noted on any thread, and told to the planner in a transaction.
+"""Durations measured on the accelerator, collected on any thread for the planner.
 
-Where work is only queued, the clock of whoever queues it says nothing about the work.
+Work on a device is only queued, so the host's clock does not measure it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from tierstore.model.moves import Copy
 
 
 class Measurements:
-    """What a planner is to learn. All times are in seconds of `time.monotonic`."""
+    """Measurements for the planner. All times are in seconds of `time.monotonic`."""
 
     def __init__(self) -> None:
         self._noted: deque[TransferMeasured | UseMeasured] = deque()
 
     def moved(self, copy: Copy, began: float, ended: float) -> None:
-        """The device made a copy between these times."""
+        """Record that the device made a copy between these times."""
         self._noted.append(TransferMeasured(copy.src, copy.dst, copy.nbytes, began, ended))
 
     def ran(self, group: GroupId, asked: float, began: float) -> None:
-        """A use of a group began on the device, which had waited for it since `asked`."""
+        """Record that a use of a group began on the device, which had waited since `asked`."""
         self._noted.append(UseMeasured(group, asked, began))
 
     def take(self) -> Iterator[TransferMeasured | UseMeasured]:
-        """What was noted since the last time."""
+        """Yield the measurements since the last call."""
         while self._noted:
             yield self._noted.popleft()

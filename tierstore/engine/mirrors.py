@@ -1,8 +1,8 @@
-"""Files out of an object store, for libraries that open files.
+"""Mirrors: local copies of files in an object store, for libraries that open files by path.
 
-What lies under a URL is downloaded to `mirrors/` in the store's directory, with the names that it
-has there, and is a checkpoint on disk from then on: read in place, counted in no budget. The next
-start asks the object store for its list, with one request, and downloads what has changed since.
+The objects under a URL are downloaded to `mirrors/` in the store's directory, under the same names.
+From then on they are a checkpoint on disk: read in place, and counted in no budget. The next start
+lists the object store, with one request, and downloads the objects that have changed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn
 
-from tierstore.engine.remote_groups import all_done
+from tierstore.engine.remote_groups import run_jobs
 from tierstore.errors import StaleCheckpointError, TransferError
 from tierstore.model.formatting import size
 from tierstore.model.scanning import Scanner
@@ -31,10 +31,10 @@ from tierstore.tiers.object_store import MAX_OBJECTS, ObjectStamp, RemoteDirecto
 from tierstore.tiers.remote_tier import IN_FLIGHT, PIECE
 
 MIRRORS = "mirrors"
-"""The directory, in a store's, of all mirrors."""
+"""Directory of all mirrors, inside the store's directory."""
 
 LIST = ".objects.json"
-"""What the files of a mirror were made of: stamps of objects, by name."""
+"""File with the object stamp of each file of a mirror, by name."""
 
 MAX_LIST_BYTES = 64 << 20
 
@@ -44,7 +44,7 @@ OTHER_FORMATS = (
     *(".bin", ".ckpt", ".pkl", ".pt", ".pth", ".h5", ".msgpack", ".ot"),
     *(".onnx", ".onnx_data", ".pb", ".tflite", ".xml", ".gguf"),
 )
-"""Weights for others, and pickles, which are not read."""
+"""Weights in other formats, and pickles, which are not read."""
 
 logger = logging.getLogger("tierstore.engine")
 
@@ -52,28 +52,29 @@ Advance = Callable[[int], None]
 
 
 def mirror(url: str, directory: str, *, subfolder: str = "", variant: str | None = None) -> str:
-    """A directory with what a library loads of the pretrained model at `url`.
+    """Download the files of the pretrained model at `url`, and return their directory.
 
-    `directory` is the store's. Of weights it has safetensors files: those of a `variant` ("fp16")
-    where there are any, and else those of none. With `subfolder`, it has only what is in there.
+    `directory` is the store's. Only safetensors weights are downloaded: those of a `variant`
+    ("fp16") in folders that have it, or else those without a variant. With `subfolder`, only
+    objects in there are.
 
-    Raises TransferError where nothing can be listed or read, StaleCheckpointError for an object
-    that is replaced meanwhile, DiskFullError. What was there before is whole then.
+    Raises TransferError if objects cannot be listed or read, StaleCheckpointError if an object is
+    replaced meanwhile, DiskFullError. Files downloaded before stay complete.
     """
     named = hashlib.sha256(json.dumps([url.rstrip("/"), subfolder, variant]).encode()).hexdigest()
     place = os.path.join(directory, MIRRORS, named[:32])
     source = RemoteDirectory(url)
-    objects = _wanted(source.everything(), subfolder.strip("/"), variant)
+    objects = _wanted(source.list_all(), subfolder.strip("/"), variant)
     if not objects:
         raise TransferError(
-            f"{url} has nothing{f' in {subfolder}' if subfolder else ''} that could be loaded: "
-            "check the URL; it names what would be the directory of a pipeline or a model",
+            f"{url} has no files to load{f' in {subfolder}' if subfolder else ''}: check the URL; "
+            "it must be the prefix of a pipeline or a model",
             path=url,
         )
     with transfer_errors("writing", path=place):
         make_directories(directory)
         with _Mirror(directory, named[:32]) as mirrored:
-            mirrored.tidy(objects)
+            mirrored.remove_stale(objects)
             before = mirrored.read_list()
             there = {
                 name: before[name]
@@ -100,7 +101,7 @@ def _wanted(
         parts_of_it = name.split("/")
         unusable = any(part in ("", ".", "..") or "\0" in part for part in parts_of_it)
         if unusable or parts_of_it[-1].startswith(LIST):
-            raise TransferError(f"{name!r} cannot be the name of a file: rename the object")
+            raise TransferError(f"{name!r} is not a valid file name: rename the object")
     has_variant = {
         os.path.dirname(name) for name in names if variant and variant_of(name) == variant
     }
@@ -116,10 +117,10 @@ def _row(stamp: ObjectStamp) -> str:
 
 
 class _Mirror:
-    """The files of one mirror, in a directory that is its owner's alone.
+    """The files of one mirror, in a directory that only its owner can access.
 
-    Each directory is opened from the one above it, and no link is followed, wherever it leads: what
-    lies out of the store's directory is neither written nor removed.
+    Each directory is opened relative to its parent, and no link is followed, so nothing outside of
+    the store's directory is written or removed.
     """
 
     def __init__(self, directory: str, name: str) -> None:
@@ -127,7 +128,7 @@ class _Mirror:
         self._root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for each in (MIRRORS, name):
-                above, self._root = self._root, self._entered(self._root, each)
+                above, self._root = self._root, self._open_folder(self._root, each)
                 os.close(above)
         except BaseException:
             os.close(self._root)
@@ -139,40 +140,40 @@ class _Mirror:
     def __exit__(self, *exception: object) -> None:
         os.close(self._root)
 
-    def _entered(self, above: int, name: str) -> int:
+    def _open_folder(self, above: int, name: str) -> int:
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, OWNER_ONLY, dir_fd=above)
         try:
             return os.open(name, READ | os.O_DIRECTORY, dir_fd=above)
         except NotADirectoryError as error:
             raise TransferError(
-                f"{name!r} in {self.path} is a link or a file, which is not followed out of the "
-                "store's directory: remove it, and load again",
+                f"{name!r} in {self.path} is a link or a file, and links are not followed: remove "
+                "it, and load again",
                 path=self.path,
             ) from error
 
     @contextlib.contextmanager
     def folder(self, name: str) -> Iterator[tuple[int, str]]:
-        """The directory of a file, which is made, and what the file is called there."""
+        """Create and open the directory of a file. Yields its descriptor and the file name."""
         *folders, last = name.split("/")
         here = os.dup(self._root)
         try:
             for each in folders:
-                above, here = here, self._entered(here, each)
+                above, here = here, self._open_folder(here, each)
                 os.close(above)
             yield here, last
         finally:
             os.close(here)
 
     def has(self, name: str, nbytes: int) -> bool:
-        """Whether there is a file of so many bytes."""
+        """Return True if there is a regular file with this name and size."""
         with self.folder(name) as (here, last), contextlib.suppress(FileNotFoundError):
             status = os.stat(last, dir_fd=here, follow_symlinks=False)
             return stat.S_ISREG(status.st_mode) and status.st_size == nbytes
         return False
 
-    def tidy(self, objects: Collection[str]) -> None:
-        """Remove files of what is not there any more, and links: a library would load them, too."""
+    def remove_stale(self, objects: Collection[str]) -> None:
+        """Remove links, and files whose object is gone: a library would load them too."""
         known = {*objects, LIST}
         for folder, inner, names, here in os.fwalk(".", dir_fd=self._root, follow_symlinks=False):
             for name in names:
@@ -183,29 +184,28 @@ class _Mirror:
                     os.unlink(name, dir_fd=here)
 
     def read_list(self) -> dict[str, str]:
-        """The stamp of the object that each file was made of, by the file's name."""
-        with contextlib.suppress(OSError, _NoListError):
+        """Return the stamp of the object of each file, by file name."""
+        with contextlib.suppress(OSError, _InvalidListError):
             descriptor = os.open(LIST, READ, dir_fd=self._root)
             try:
                 nbytes = os.fstat(descriptor).st_size
                 raw = read_fully(descriptor, min(nbytes, MAX_LIST_BYTES), 0)
             finally:
                 os.close(descriptor)
-            scanner = Scanner(raw, _no_list)
+            scanner = Scanner(raw, _invalid_list)
             found = {name: scanner.text() for name in scanner.members(MAX_OBJECTS)}
             scanner.end()
             return found
         return {}
 
     def write_list(self, stamps: dict[str, str]) -> None:
-        """Say which object each file was made of."""
+        """Write the stamp of the object of each file, by file name."""
         with self.draft(LIST) as descriptor:
             write_all(descriptor, memoryview(json.dumps(stamps).encode()), 0)
 
     @contextlib.contextmanager
     def draft(self, name: str, nbytes: int = 0) -> Iterator[int]:
-        """A file of `nbytes` bytes, open for writing; at its name, and synced, once all went
-        well."""
+        """Open a temporary file of `nbytes` bytes for writing. Sync and rename it on success."""
         with self.folder(name) as (here, last):
             draft = f"{last}.tmp"
             with contextlib.suppress(FileNotFoundError):
@@ -213,7 +213,7 @@ class _Mirror:
             descriptor = os.open(draft, _NEW, 0o600, dir_fd=here)
             try:
                 if nbytes:
-                    os.posix_fallocate(descriptor, 0, nbytes)  # or the disk is full now
+                    os.posix_fallocate(descriptor, 0, nbytes)  # fail now if the disk is full
                 yield descriptor
                 os.fsync(descriptor)
                 os.replace(draft, last, src_dir_fd=here, dst_dir_fd=here)
@@ -226,12 +226,12 @@ class _Mirror:
             sync_names(here)
 
 
-class _NoListError(Exception):
-    """What lies in the place of a mirror's list is none."""
+class _InvalidListError(Exception):
+    """The list file of a mirror is malformed."""
 
 
-def _no_list(why: str) -> NoReturn:
-    raise _NoListError(why)
+def _invalid_list(reason: str) -> NoReturn:
+    raise _InvalidListError(reason)
 
 
 def _download(
@@ -240,8 +240,10 @@ def _download(
     there: dict[str, str],
     objects: dict[str, ObjectStamp],
 ) -> None:
-    """Bring objects beside those that are there; each is a file under its own name once all of it
-    is."""
+    """Download objects next to the files that are `there`.
+
+    Each file gets its name only when it is complete.
+    """
     nbytes = sum(stamp.size for stamp in objects.values())
     logger.info("downloading %d files of %s: %s", len(objects), source.url, size(nbytes))
     with (
@@ -258,18 +260,18 @@ def _download(
                 )
             with mirrored.draft(name, found.stamp.size) as descriptor:
                 _fill(pool, descriptor, found, advance)
-            # If it was replaced since it was listed, the next start brings it again.
+            # If it was replaced since it was listed, the next start downloads it again.
             mirrored.write_list(done := {**done, name: _row(stamp)})
 
 
 def _fill(pool: ThreadPoolExecutor, descriptor: int, found: RemoteObject, advance: Advance) -> None:
-    """Write an object into a file, in pieces, several at once."""
+    """Write an object to a file, in several parallel pieces."""
 
     def bring(start: int, nbytes: int) -> None:
         write_all(descriptor, found.read(start, start + nbytes), start)
         advance(nbytes)
 
-    all_done(
+    run_jobs(
         pool,
         (
             functools.partial(bring, start, nbytes)

@@ -1,13 +1,13 @@
-"""Which object files of weights are still wanted, and the removal of the others.
+"""References to the object files of weights, and the removal of unreferenced files.
 
-Weights that no checkpoint has as they are used lie in object files named by their content. Such a
-file is *referenced* by each group that is read from it and by each tensor that is a map of it. With
-the last reference it is removed, unless it was derived from a checkpoint's bytes (cast, joined,
-quantised, fetched): then the next `from_pretrained` finds it by what it was derived from, and it
-stays until `disk_budget` needs the room.
+Weights that no checkpoint has in their final form are in object files named by their content. Such
+a file is *referenced* by each group that is read from it and by each tensor that maps it. It is
+removed with its last reference, unless it is derived from a checkpoint (cast, concatenated,
+quantised or fetched). Then the next `from_pretrained` finds it by its derivation, and it stays
+until `disk_budget` needs the space.
 
-References are objects that the garbage collector counts, so that none is lost where a call is cut
-short. What follows from the end of one is done by the next transaction.
+References are Python objects, so none leaks if a call is interrupted. The next transaction handles
+the end of a reference.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
-from tierstore.engine.adoption import CASTS, CONTENT, WEIGHTS, ObjectReference, object_views
+from tierstore.engine.in_place_groups import CASTS, CONTENT, WEIGHTS, ObjectReference, object_views
 from tierstore.engine.transaction import transaction
 from tierstore.errors import TierStoreError
 from tierstore.model import events
 from tierstore.model.groups import GroupId, Source
 from tierstore.model.moves import Instruction
 from tierstore.model.tiers import Access, Tier
-from tierstore.system.objects import intact_object, object_name
+from tierstore.system.objects import object_name, read_valid_object
 
 if TYPE_CHECKING:
     from tierstore.engine.core import Core
 
-_MADE = re.compile(f"(?:{WEIGHTS}|{CASTS})[0-9a-f]{{32}}")
+_GENERATED_KEY = re.compile(f"(?:{WEIGHTS}|{CASTS})[0-9a-f]{{32}}")
 
 
-def is_made(key: str) -> bool:
-    """Whether a key is that of an object that the store makes up for weights.
+def is_generated_key(key: str) -> bool:
+    """Return True if the store generated this key for the object file of weights.
 
-    >>> is_made("weights/" + 32 * "0"), is_made("weights/of mine")
+    >>> is_generated_key("weights/" + 32 * "0"), is_generated_key("weights/of mine")
     (True, False)
     """
-    return _MADE.fullmatch(key) is not None
+    return _GENERATED_KEY.fullmatch(key) is not None
 
 
 class ObjectReferences:
     """The references to the object files of a store. Its methods need the lock.
 
-    `_unreferenced` are keys of files that may go when room is wanted, the one that was wanted
-    longest ago first. `_derived` are those of weights that a restart finds by their derivation.
+    `_unreferenced` are keys of files that may be removed for space, least recently used first.
+    `_derived` are keys of weights that a restart finds by their derivation.
     """
 
     def __init__(self, core: Core) -> None:
         self.core = core
         self._references: dict[str, weakref.ref[ObjectReference]] = {}
-        self._keys: dict[str, str] = {}  # by the names of their files
+        self._keys: dict[str, str] = {}  # by file name
         self._unreferenced: dict[str, None] = {}
         self._derived: set[str] = set()
         self._largest = 0  # bytes of the largest group that was put or changed
@@ -63,7 +63,7 @@ class ObjectReferences:
 
     @transaction
     def hold(self, key: str) -> ObjectReference:
-        """A reference to the object file of a key, which is there or will be."""
+        """Return a reference to the object file of a key, which exists or will be written."""
         return self._hold(key)
 
     def _hold(self, key: str) -> ObjectReference:
@@ -79,12 +79,12 @@ class ObjectReferences:
 
     @transaction
     def hold_if_there(self, key: str) -> ObjectReference | None:
-        """`hold`, if there is such an object."""
+        """Return a reference to the object file of a key, or None if there is none."""
         return self._hold(key) if key in self.core.current else None
 
     @transaction
     def of_path(self, path: str) -> ObjectReference | None:
-        """A reference to the object file at a path; None if that is no file of made weights."""
+        """Return a reference to the object file at a path, or None if it is another file."""
         return self._of_path(path)
 
     def _of_path(self, path: str) -> ObjectReference | None:
@@ -92,17 +92,17 @@ class ObjectReferences:
         return None if key is None else self._hold(key)
 
     def of_source(self, source: Source) -> tuple[ObjectReference, ...]:
-        """References to all object files that a group is read from. Part of a transaction."""
+        """Return references to the object files of a group. Part of a transaction."""
         found = [self._of_path(path) for path in source.paths]
         return tuple(reference for reference in found if reference is not None)
 
     def note_derived(self, weights: ObjectReference, note: ObjectReference) -> None:
-        """Weights were derived from a checkpoint, as a note tells, which stays with them."""
+        """Mark weights as derived from a checkpoint. They keep the note that leads to them."""
         weights.note = note
         self._derived.add(weights.key)
 
     def _end(self, key: str) -> None:
-        """The last reference to an object has ended, unless there is a new one by now."""
+        """Handle the end of the last reference to an object, unless there is a new one."""
         held = self._references.get(key)
         if held is not None and held() is not None:
             return
@@ -116,71 +116,75 @@ class ObjectReferences:
 
     # The end of objects ------------------------------------------------------------------------
 
-    def found(self, keys: Iterable[str]) -> None:
-        """The directory has objects of these keys."""
-        for key in sorted(filter(is_made, keys), key=self._written):
-            self.know(key)
+    def add_existing(self, keys: Iterable[str]) -> None:
+        """Add the objects that the directory has, the oldest first."""
+        for key in sorted(filter(is_generated_key, keys), key=self._written):
+            self.add(key)
 
     def _written(self, key: str) -> float:
-        """When an object was written; 0 if nobody can tell."""
+        """Return the modification time of an object; 0 if unknown."""
         with suppress(OSError):
             return os.stat(self.core.directory.path_of(key)).st_mtime
         return 0.0
 
-    def know(self, key: str) -> None:
-        """There is an object. Unless something refers to it already, it may go for room."""
+    def add(self, key: str) -> None:
+        """Add an object. Unless it is referenced, it may be removed for disk space."""
         if key in self._references:
             return
         self._keys[os.path.basename(object_name(key))] = key
         self._unreferenced[key] = None
 
-    def make_room_before(self, event: events.Event) -> list[Instruction]:
-        """Remove unreferenced objects so that what an event needs has room within `disk_budget`:
-        the largest group that may have to be written. Returns what to do."""
+    def free_disk_for(self, event: events.Event) -> list[Instruction]:
+        """Remove unreferenced objects if the disk budget is short of space for an event.
+
+        An event may cause the largest group to be written. Returns instructions.
+        """
         claimed = event.nbytes if isinstance(event, events.Claimed) else 0
         changed = 0
         if isinstance(event, events.Leased) and event.access is not Access.READ:
             changed = self.core.mover.entry(event.group).spec.nbytes
         self._largest = max(self._largest, claimed, changed)
-        if not self._unreferenced or not self._lacks_room(self._largest):
+        if not self._unreferenced or not self._exceeds_disk_budget(self._largest):
             return []
         in_memory = self.core.planner.copies.largest_in_memory()
-        return self.make_room(max(claimed, in_memory))
+        return self.free_disk(max(claimed, in_memory))
 
-    def make_room(self, nbytes: int) -> list[Instruction]:
-        """Remove unreferenced objects until so many bytes have room within `disk_budget`, or there
-        are none. Returns what to do."""
+    def free_disk(self, nbytes: int) -> list[Instruction]:
+        """Remove unreferenced objects until `nbytes` fit in the disk budget, or none are left.
+
+        Returns instructions.
+        """
         instructions: list[Instruction] = []
-        if not self._unreferenced or not self._lacks_room(nbytes):
+        if not self._unreferenced or not self._exceeds_disk_budget(nbytes):
             return instructions
         in_use = self.core.planner.leased() | self.core.planner.waited_for()
         for key in list(self._unreferenced):
             if self.core.current.get(key) not in in_use:
                 instructions += self._remove(key)
-            if not self._lacks_room(nbytes):
+            if not self._exceeds_disk_budget(nbytes):
                 break
         return instructions
 
-    def _lacks_room(self, nbytes: int) -> bool:
+    def _exceeds_disk_budget(self, nbytes: int) -> bool:
         planner = self.core.planner
         limit = planner.budgets[Tier.DISK]
         return limit is not None and planner.used[Tier.DISK] + nbytes > limit
 
     @transaction
-    def make_room_now(self, nbytes: int) -> None:
-        """`make_room`, for what is going to be written beside the planner."""
-        self.core.deliver(self.make_room(nbytes))
+    def free_disk_now(self, nbytes: int) -> None:
+        """Free disk space for a file that the planner does not write."""
+        self.core.deliver(self.free_disk(nbytes))
 
     def _remove(self, key: str) -> list[Instruction]:
-        """Forget an object, and begin to remove its file. Returns what to do."""
+        """Discard an object, and begin to remove its file. Returns instructions."""
         core = self.core
         self._forget_name(key)
         group: GroupId | None = core.current.pop(key, None)
-        if group is None:  # the caller has discarded it
+        if group is None:  # already discarded by a caller
             return []
-        instructions = core.handled(events.Discarded(group), make_room=False)
-        removal = core.tiers.disk.remove(key, core.newest(), True)
-        if removal is not None:  # if it fails, `flush` tries again, and tells
+        instructions = core.instructions_for(events.Discarded(group), free_disk=False)
+        removal = core.tiers.disk.remove(key, core.next_number(), True)
+        if removal is not None:  # if it fails, `flush` tries again, and raises
             removal.then(core.reports.removed_if_open)
         return instructions
 
@@ -190,13 +194,16 @@ class ObjectReferences:
         self._keys.pop(os.path.basename(object_name(key)), None)
 
     @transaction
-    def remove_before_end(self) -> None:
-        """Remove what no model shows and no restart looks for: unreferenced objects that were not
-        derived from a checkpoint, and notes of those that are gone."""
+    def remove_for_close(self) -> None:
+        """Remove objects that neither a model nor a restart needs, before the store closes.
+
+        Those are unreferenced objects that are not derived from a checkpoint, and notes whose
+        objects no longer exist.
+        """
         core = self.core
-        core.collect_garbage()
-        core.mover.catch_up()  # copies are dropped on another thread
-        core.collect_garbage()
+        core.run_deferred()
+        core.mover.drain()  # copies are dropped on another thread
+        core.run_deferred()
         if not self._unreferenced:
             return
         contents = {key: self._content(key) for key in list(core.current) if _is_note(key)}
@@ -207,13 +214,13 @@ class ObjectReferences:
                 core.deliver(self._remove(key))
 
     def _content(self, note: str) -> set[str]:
-        """The key of the weights that a note tells of, if it can be read."""
+        """Return the key of the weights that a note leads to; empty if it is unreadable."""
         path = self.core.directory.path_of(note)
         with suppress(TierStoreError):
-            told = object_views(path, intact_object(path)).get(CONTENT)
-            return set() if told is None else {WEIGHTS + bytes(told.tolist()).hex()}
+            digest = object_views(path, read_valid_object(path)).get(CONTENT)
+            return set() if digest is None else {WEIGHTS + bytes(digest.tolist()).hex()}
         return set()
 
 
 def _is_note(key: str) -> bool:
-    return key.startswith(CASTS) and is_made(key)
+    return key.startswith(CASTS) and is_generated_key(key)

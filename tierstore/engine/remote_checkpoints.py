@@ -1,7 +1,7 @@
-"""The headers of checkpoints in an object store, read by ranges.
+"""Read the headers of checkpoints in an object store, with range requests.
 
-What a file system tells of a directory, an object store may not: `https://` lists nothing. Then the
-names that libraries give to checkpoints are tried.
+An object store may not list a directory (`https://` cannot). Then the usual names of checkpoint
+files are tried.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ from tierstore.progress import bar
 from tierstore.tiers.object_store import RemoteDirectory, RemoteObject, split
 
 FIRST_READ = 256 << 10
-"""Bytes that are read of a file at first: most headers are in them."""
+"""Bytes of the first read of a file. Most headers fit."""
 HEADERS_AT_ONCE = 8
 
 
 def remote_checkpoint(url: str, shards: Callable[[bytes, str], list[str]]) -> list[CheckpointFile]:
-    """The files of the checkpoint at a URL with all their tensors.
+    """Return the files of the checkpoint at a URL with all their tensors.
 
-    `shards` tells the names in an index. Raises TransferError or InvalidHeaderError.
+    `shards` returns the file names in an index, given its content and URL. Raises TransferError or
+    InvalidHeaderError.
     """
     objects = list(_objects_of(url, shards))
     with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:
@@ -50,12 +51,12 @@ def _objects_of(url: str, shards: Callable[[bytes, str], list[str]]) -> Iterator
         names = next(([name] for name in tried if directory.find(name) is not None), [])
     indexes = [name for name in names if name.endswith(INDEX_SUFFIX)]
     if len(indexes) > 1:
-        raise ValueError(f"{url} has {len(indexes)} index files: pass the one that is meant")
+        raise ValueError(f"{url} has {len(indexes)} index files: pass the URL of one of them")
     files = indexes or [name for name in names if name.endswith(SUFFIX)]
     if not files:
         raise TransferError(
             f"{url} has no safetensors checkpoint: pass the URL of a .safetensors file, of an "
-            "index, or of what a directory would be",
+            "index, or of their common prefix",
             path=url,
         )
     yield from _named(directory, files, shards)
@@ -64,39 +65,39 @@ def _objects_of(url: str, shards: Callable[[bytes, str], list[str]]) -> Iterator
 def _named(
     directory: RemoteDirectory, names: Iterable[str], shards: Callable[[bytes, str], list[str]]
 ) -> Iterator[RemoteObject]:
-    """The files of these names, and those that an index among them lists."""
+    """Yield the objects with these names; of an index, the objects that it lists."""
     for name in names:
-        found = _found(directory, name)
+        found = _find(directory, name)
         if not name.endswith(".json"):
             yield found
             continue
         listed = shards(_content(found), found.url)
         for shard in listed:
-            if not shard.endswith(SUFFIX):  # another index would ask for more, without end
+            if not shard.endswith(SUFFIX):  # another index could lead to endless recursion
                 raise InvalidHeaderError(
-                    f"{found.url}: the index names {shown(shard)}, which is no {SUFFIX} file; "
+                    f"{found.url}: the index names {shown(shard)}, which is not a {SUFFIX} file; "
                     "upload it again",
                     path=found.url,
                 )
-        yield from (_found(directory, shard) for shard in listed)
+        yield from (_find(directory, shard) for shard in listed)
 
 
-def _found(directory: RemoteDirectory, name: str) -> RemoteObject:
+def _find(directory: RemoteDirectory, name: str) -> RemoteObject:
     found = directory.find(name)
     if found is None:
         raise TransferError(
-            f"{directory.url}/{name} is not there: check the URL, or upload the file",
+            f"{directory.url}/{name} does not exist: check the URL, or upload the file",
             path=f"{directory.url}/{name}",
         )
     return found
 
 
 def _content(index: RemoteObject) -> bytes:
-    """The bytes of an index, if they are no more than one has."""
+    """Return the content of an index. Raises InvalidHeaderError if it is too large."""
     nbytes = index.stamp.size
     if nbytes > MAX_INDEX_BYTES:
         raise InvalidHeaderError(
-            f"{index.url} has {nbytes:,} bytes, and an index has {MAX_INDEX_BYTES:,} at most: "
+            f"{index.url} has {nbytes:,} bytes, but an index has at most {MAX_INDEX_BYTES:,}: "
             "check the URL, or upload it again",
             path=index.url,
         )

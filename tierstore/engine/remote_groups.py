@@ -1,4 +1,4 @@
-"""The groups of a store that lie in object stores, and the tier that they are on."""
+"""Groups in object stores, and their tier below the disk."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from tierstore.tiers.workers import Job
 logger = logging.getLogger("tierstore.engine")
 
 RUN_BYTES = 64 << 20
-"""Bytes of neighbours in a file that are fetched and kept together, if no tensor is larger."""
+"""Largest run of adjacent tensors that is fetched and cached together, in bytes."""
 
 
 class RemoteGroups:
-    """The groups of one store that lie in object stores.
+    """The groups of one store that are in object stores.
 
-    The tier comes with the first of them, or if the directory holds what was fetched before.
+    The tier is added with the first of them, or if the directory has a cache of earlier fetches.
     """
 
     def __init__(self, core: Core) -> None:
@@ -64,7 +64,7 @@ class RemoteGroups:
             self._open()
 
     def _open(self) -> RemoteTier:
-        """The tier. Waits for the disk, the first time."""
+        """Return the tier. The first call adds it, and waits for the disk."""
         return exclusively(self._opening, self._the_tier)
 
     def _the_tier(self) -> RemoteTier:
@@ -73,33 +73,35 @@ class RemoteGroups:
             core.check_open()
             if core.tiers.host.connected:
                 raise ValueError(
-                    "a store that is connected to a service has no object stores of its own: "
-                    "open a TierStore(ram_budget, disk_dir), or download the checkpoint"
+                    "a store that is connected to a service cannot register URLs: open a "
+                    "TierStore(ram_budget, disk_dir), or download the checkpoint"
                 )
             reading = core.mover.hops[Tier.DISK, Tier.HOST]
             tier, hops = remote_tier(core.tiers, core.directory.path, reading)
             core.mover.add_tier(tier, hops)
-            self._know_tier(tier)
+            self._add_tier(tier)
             self._tier = tier
         return self._tier
 
     @transaction
-    def _know_tier(self, tier: RemoteTier) -> None:
-        """Have the planner know the tier, and what was fetched before, as far as that is allowed:
-        nobody has told which of it will be needed."""
+    def _add_tier(self, tier: RemoteTier) -> None:
+        """Add the tier and its cached groups to the planner, as far as the disk budget allows.
+
+        Which of them will be needed is not known yet, so the rest is dropped.
+        """
         core = self.core
         core.settings.tiers.budgets[REMOTE] = 0
         core.rebuild()
         budget, cache = core.planner.budgets[Tier.DISK], tier.cache
-        for key, entry in list(cache.left.items()):
+        for key, entry in list(cache.unclaimed.items()):
             core.mover.add(entry)
             nbytes = entry.spec.nbytes
             if budget is not None and core.planner.used[Tier.DISK] + nbytes > budget:
-                del cache.left[key]
-                core.tell(_recovered(entry))
-                core.tell(events.Discarded(entry.group))
+                del cache.unclaimed[key]
+                core.apply(_recovered_event(entry))
+                core.apply(events.Discarded(entry.group))
             else:
-                core.tell(_recovered(entry))
+                core.apply(_recovered_event(entry))
 
     def describe(
         self,
@@ -108,40 +110,40 @@ class RemoteGroups:
         *,
         single: bool,
     ) -> dict[str, GroupEntry]:
-        """Entries of groups, to be known by `know`. Opens the tier. Waits for the disk."""
+        """Return entries of groups, for `add`. Opens the tier. Waits for the disk."""
         cache = self._open().cache
         objects = {file.path: file.remote for file in files if file.remote is not None}
         tensors = {t.name: t for file in files for t in file.tensors}
         described = {}
         for key, (spec, _) in found.items():
-            lying = [tensors[t.name] for t in spec.tensors]
-            packing, source = _laid_out(lying, objects)
-            described[key] = entry = _entry(self.core.new_group(key), lying, packing, single)
+            file_tensors = [tensors[t.name] for t in spec.tensors]
+            packing, source = _lay_out_group(file_tensors, objects)
+            described[key] = entry = _entry(self.core.new_group(key), file_tensors, packing, single)
             cache.add(entry, source)
         return described
 
-    def know(self, entry: GroupEntry, use_order: UseOrder = UseOrder.LEARNED) -> None:
-        """A group lies in an object store. Part of a transaction."""
+    def add(self, entry: GroupEntry, use_order: UseOrder = UseOrder.LEARNED) -> None:
+        """Add a group that is in an object store. Part of a transaction."""
         core, tier = self.core, self._tier
-        assert tier is not None, "the tier was opened before"
+        assert tier is not None, "`describe` has opened the tier"
         left = tier.cache.take(entry)
-        entry.use_order, entry.order = use_order, core.newest()
+        entry.use_order, entry.order = use_order, core.next_number()
         core.mover.add(entry)
         if left is not None:
-            core.tell(events.Discarded(left.group))
-        core.tell(_recovered(entry))
+            core.apply(events.Discarded(left.group))
+        core.apply(_recovered_event(entry))
         core.current[entry.group.key] = entry.group
 
 
-def fetched(
+def fetch_tensors(
     file: CheckpointFile,
     tensors: Sequence[FileTensor],
-    made_before: Callable[[str], dict[str, torch.Tensor] | None],
-    keep: Callable[[str, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
+    get_derived: Callable[[str], dict[str, torch.Tensor] | None],
+    put_derived: Callable[[str, Mapping[str, torch.Tensor]], dict[str, torch.Tensor]],
 ) -> dict[str, torch.Tensor]:
-    """Tensors of a remote file, as what is `made_before` or what was fetched is kept.
+    """Return tensors of a remote file as maps of cached files, and fetch those that are missing.
 
-    Raises StaleCheckpointError or TransferError, and what `keep` raises.
+    Raises StaleCheckpointError or TransferError, and the errors of `put_derived`.
     """
     assert file.remote is not None
     found: dict[str, torch.Tensor] = {}
@@ -153,22 +155,22 @@ def fetched(
         ThreadPoolExecutor(IN_FLIGHT) as pool,
     ):
         for run in _runs(tensors):
-            packing, source = _laid_out(run, objects)
+            packing, source = _lay_out_group(run, objects)
             derivation = cache_key(packing, source, 0)[:32]
-            views = made_before(derivation)
+            views = get_derived(derivation)
             if views is None:
                 memory = fresh_memory(slot_bytes(max(packing.nbytes, 1)))
-                fetch(source, memory.numpy().data, lambda jobs: all_done(pool, jobs))
+                fetch(source, memory.numpy().data, lambda jobs: run_jobs(pool, jobs))
                 group = group_of("", packing.specs(), packing.nbytes)
                 offsets = {spec.name: spec.offset for spec in group.tensors}
-                views = keep(derivation, view_all(group, memory, offsets))
+                views = put_derived(derivation, view_all(group, memory, offsets))
             found.update(views)
             advance(source.nbytes)
     return found
 
 
-def all_done(pool: ThreadPoolExecutor, jobs: Iterable[Job]) -> None:
-    """Do jobs on the threads of a pool. Raises what one of them raised, once none is being done."""
+def run_jobs(pool: ThreadPoolExecutor, jobs: Iterable[Job]) -> None:
+    """Run jobs in a thread pool. Raises an error of one of them once none is running."""
     running = [pool.submit(job) for job in jobs]
     try:
         for each in running:
@@ -180,7 +182,7 @@ def all_done(pool: ThreadPoolExecutor, jobs: Iterable[Job]) -> None:
 
 
 def _runs(tensors: Iterable[FileTensor]) -> Iterator[list[FileTensor]]:
-    """Neighbours in a file, cut into what is fetched and kept together."""
+    """Yield runs of adjacent tensors of a file, of up to `RUN_BYTES` each."""
     run: list[FileTensor] = []
     for tensor in sorted(tensors, key=lambda t: t.extent.offset):
         if run and sum(t.extent.nbytes for t in run) + tensor.extent.nbytes > RUN_BYTES:
@@ -191,7 +193,7 @@ def _runs(tensors: Iterable[FileTensor]) -> Iterator[list[FileTensor]]:
         yield run
 
 
-def _recovered(entry: GroupEntry) -> events.Recovered:
+def _recovered_event(entry: GroupEntry) -> events.Recovered:
     tiers = (REMOTE,) if entry.source is None else (Tier.DISK, REMOTE)
     return events.Recovered(
         (
@@ -210,17 +212,19 @@ def _recovered(entry: GroupEntry) -> events.Recovered:
 def _entry(
     group: GroupId, tensors: Iterable[FileTensor], packing: Packing, single: bool
 ) -> GroupEntry:
-    """A group of these tensors. What is fetched is put where an object file has it, so that it lies
-    alike whether it was fetched or was there."""
+    """Return the entry of a group, with the layout of an object file.
+
+    Fetched tensors are laid out as in the cached object file, so both are read alike.
+    """
     specs = {spec.name: spec for spec in packing.specs()}
     spec = group_of(group.key, [specs[t.name] for t in tensors], packing.nbytes)
     return GroupEntry(group, spec, packing=packing, single=single)
 
 
-def _laid_out(
+def _lay_out_group(
     tensors: Iterable[FileTensor], objects: Mapping[str, RemoteObject]
 ) -> tuple[Packing, RemoteSource]:
-    """How tensors lie in an object file, and where their bytes come from."""
+    """Return the layout of tensors in an object file, and the source of their bytes."""
     tensors = list(tensors)
     packing = pack(block_of([placed(t, 0)], t.extent.nbytes) for t in tensors)
     specs = {spec.name: spec for spec in packing.specs()}

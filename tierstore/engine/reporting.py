@@ -1,4 +1,4 @@
-"""What a store says of itself: numbers, what is where, and notes for a trace."""
+"""Reports about a store: statistics, snapshots, and data for a trace."""
 
 from __future__ import annotations
 
@@ -12,45 +12,48 @@ from tierstore.model.groups import GroupId
 from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Summary
 from tierstore.observe.passes import Passes
-from tierstore.observe.report import Shown
+from tierstore.observe.report import Description
 from tierstore.observe.stats import GroupSnapshot, Snapshot, Stats
 from tierstore.observe.trace_writer import Notes
 
 
 class Reporting:
-    """Each method is one look. None waits; all but `look` first do what finalizers have left."""
+    """Reports about a store. No method waits; all but `overview` first run deferred actions."""
 
     def __init__(self, core: Core, passes: Passes) -> None:
         self.core = core
         self._passes = passes
 
-    def _catch_up(self) -> None:
-        """Take back what finalizers have left, so that one sees what really is there."""
-        self.core.mover.look()
+    def _run_deferred(self) -> None:
+        """Run the deferred actions of finalizers, so that a report is up to date."""
+        self.core.mover.poll()
         if not self.core.closed:
-            self.core.collect_garbage()
+            self.core.run_deferred()
 
     @transaction
     def keys(self, prefix: str) -> list[str]:
         """See `TierStore.keys`."""
-        self._catch_up()
+        self._run_deferred()
         return sorted(key for key in self.core.current if key.startswith(prefix))
 
     @transaction
     def stats(self) -> Stats:
         """See `TierStore.stats`."""
-        self._catch_up()
+        self._run_deferred()
         return self._stats(self.core.mover.journal.summary())
 
     @transaction
     def weight_budgets(self) -> dict[Tier, int | None]:
-        """Bytes by tier for what is registered: of a worker, its service's host memory."""
+        """Return the budget for registered weights by tier, in bytes.
+
+        In a worker, the one for HOST is the host budget of its service.
+        """
         core = self.core
         budgets = {tier: core.planner.budgets[tier] for tier in core.planner.tiers}
         return {**budgets, Tier.HOST: core.tiers.host.weight_budget(budgets[Tier.HOST])}
 
     def budget_name(self, tier: Tier) -> str:
-        """What a user calls the budget of `weight_budgets`."""
+        """Return the user's name for a budget of `weight_budgets`."""
         if tier is not Tier.HOST:
             return f"{tier.name.lower()}_budget"
         return self.core.tiers.host.budget_name
@@ -59,40 +62,40 @@ class Reporting:
         core = self.core
         drivers = core.mover.drivers.items()
         peak = {tier: d.peak_bytes for tier, d in drivers if d.peak_bytes is not None}
-        return self._of_service(core.observer.stats(summary, core.planner, peak))
+        return self._with_service_counts(core.observer.stats(summary, core.planner, peak))
 
-    def look(self) -> Shown:
-        """What a store looks like, for debuggers, logs and notebooks.
+    def overview(self) -> Description:
+        """Describe the store, for debuggers, logs and notebooks.
 
-        It takes no lock of the store and changes nothing, as whoever asks may be in the middle of
-        a transaction, or wait for one that never ends. So the numbers may be of different moments.
+        Takes no lock and changes nothing, because the caller may be inside a transaction, or debug
+        one that hangs. The numbers are therefore not one consistent snapshot.
         """
         core = self.core
         where = f"on {core.device} in {core.directory.path}"
         if core.forked():
-            return Shown(f"TierStore of another process, {where}")
+            return Description(f"TierStore of another process, {where}")
         planner = core.planner
-        stats = core.observer.glance(core.mover.journal.glance(), planner, planner.peak)
-        if core.ended():  # its memory was given back
-            return Shown(f"TierStore, closed, {where}", replace(stats, used_bytes={}))
+        stats = core.observer.sample(core.mover.journal.sample(), planner, planner.peak)
+        if core.is_stopped():  # its memory was freed
+            return Description(f"TierStore, closed, {where}", replace(stats, used_bytes={}))
         groups = count(len(core.current), "group")
-        return Shown(f"TierStore {where}, {groups}", self._of_service(stats))
+        return Description(f"TierStore {where}, {groups}", self._with_service_counts(stats))
 
-    def _of_service(self, stats: Stats) -> Stats:
-        """What a service lends is counted apart."""
+    def _with_service_counts(self, stats: Stats) -> Stats:
+        """Count memory leased from a service separately."""
         leased, allowed = self.core.planner.shared_used, self.core.shared_budget
         return replace(stats, used_bytes=self._used(), leased_bytes=leased, allowed_bytes=allowed)
 
     def _used(self) -> dict[str, int]:
-        """Bytes on each tier, without those that are leased of a service."""
+        """Return the bytes on each tier, without those leased from a service."""
         planner = self.core.planner
         used = {tier.name: planner.used[tier] for tier in planner.tiers}
         return {**used, Tier.HOST.name: used[Tier.HOST.name] - planner.shared_used}
 
     @transaction
     def notes(self) -> Notes:
-        """What a trace is made of."""
-        self._catch_up()
+        """Return the data of a trace."""
+        self._run_deferred()
         core = self.core
         journal, groups = core.mover.journal, core.current.items()
         summary, spans = journal.read()
@@ -116,7 +119,7 @@ class Reporting:
     @transaction
     def snapshot(self) -> Snapshot:
         """See `TierStore.snapshot`."""
-        self._catch_up()
+        self._run_deferred()
         planner = self.core.planner
         groups = [self._group(key, group) for key, group in sorted(self.core.current.items())]
         return Snapshot(

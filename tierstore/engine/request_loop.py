@@ -1,4 +1,4 @@
-"""How callers wait: the only place of the engine that sleeps, between transactions."""
+"""The wait loop of callers. Only this module sleeps, between transactions."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from tierstore.engine.core import Core, refuse_to_wait_for_itself
+from tierstore.engine.core import Core, check_not_waiting_for_itself
 from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.transaction import transaction
-from tierstore.engine.wait_queue import LOOK_AGAIN, LoopEvent, Request, RequestKind
+from tierstore.engine.wait_queue import POLL_SECONDS, LoopEvent, Request, RequestKind
 from tierstore.errors import StoreTimeoutError
 from tierstore.model.groups import NO_GROUP
 from tierstore.model.locks import check_may_wait
@@ -18,17 +18,17 @@ from tierstore.plan.records import State
 
 _WAITS = {
     RequestKind.LEASE: "wait",
-    RequestKind.ROOM: "wait for room for",
+    RequestKind.PUT: "wait for room for",
     RequestKind.HOST_LEASE: "wait in host memory for",
     RequestKind.SAVE: "wait until saved:",
 }
-"""What a profiler is told of a wait, by what it is for."""
+"""Label of a wait in a profiler, by kind of request."""
 
 T = TypeVar("T")
 
 
 class RequestLoop:
-    """Tries what callers ask for until it can be done, or leaves nothing of it behind."""
+    """Tries requests until they succeed; a request that fails leaves nothing behind."""
 
     def __init__(self, core: Core, lease_table: LeaseTable) -> None:
         self.core = core
@@ -40,9 +40,9 @@ class RequestLoop:
         attempt: Callable[[Request], T | None],
         timeout: float | None = None,
     ) -> T:
-        """Try until `attempt`, as a transaction, gives something; sleep until something changed.
+        """Run `attempt` as a transaction until it returns a result. Sleeps between attempts.
 
-        Raises StoreTimeoutError after `timeout` seconds (None: never), and ReentrantCallError where
+        Raises StoreTimeoutError after `timeout` seconds (None: never), and ReentrantCallError if
         the thread would wait for itself.
         """
         check_may_wait()
@@ -53,20 +53,20 @@ class RequestLoop:
                     result = self._sleep_until(request, attempt, timeout)
             return result
         except BaseException:
-            self.give_up(request)
+            self.cancel(request)
             raise
 
     def _sleep_until(
         self, request: Request, attempt: Callable[[Request], T | None], timeout: float | None
     ) -> T:
         wakeup = request.wakeup
-        assert not isinstance(wakeup, LoopEvent), "a coroutine waits in `wait_async`"
-        ends = None if timeout is None else time.monotonic() + timeout
+        assert not isinstance(wakeup, LoopEvent), "a coroutine must use `wait_async`"
+        deadline = None if timeout is None else time.monotonic() + timeout
         while True:
-            left = LOOK_AGAIN if ends is None else ends - time.monotonic()
+            left = POLL_SECONDS if deadline is None else deadline - time.monotonic()
             if left <= 0:
                 raise StoreTimeoutError(request.key, request.kind.value, timeout or 0.0)
-            wakeup.wait(min(left, LOOK_AGAIN))
+            wakeup.wait(min(left, POLL_SECONDS))
             if (result := self._try(request, attempt)) is not None:
                 return result
 
@@ -76,25 +76,25 @@ class RequestLoop:
         attempt: Callable[[Request], T | None],
         timeout: float | None = None,
     ) -> T:
-        """`wait` for coroutines: never blocks the event loop."""
+        """Async `wait`. Never blocks the event loop."""
         request.wakeup = woken = LoopEvent()
-        ends = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         try:
             while True:
                 woken.reset()
                 if (result := self._try(request, attempt)) is not None:
                     return result
-                left = LOOK_AGAIN if ends is None else ends - time.monotonic()
+                left = POLL_SECONDS if deadline is None else deadline - time.monotonic()
                 if left <= 0:
                     raise StoreTimeoutError(request.key, request.kind.value, timeout or 0.0)
-                await woken.wait(min(left, LOOK_AGAIN))
+                await woken.wait(min(left, POLL_SECONDS))
         except BaseException:
-            self.give_up(request)
+            self.cancel(request)
             raise
 
     @transaction
     def attempt_once(self, request: Request, attempt: Callable[[Request], T | None]) -> T | None:
-        """Try once: what is not there is not asked for, and nothing is left behind."""
+        """Run `attempt` once if the group is leasable; otherwise demand nothing."""
         core = self.core
         group = core.lookup(request.key)
         if not core.planner.leasable(group, request.access):
@@ -105,32 +105,32 @@ class RequestLoop:
     def _try(self, request: Request, attempt: Callable[[Request], T | None]) -> T | None:
         core = self.core
         result = attempt(request)
-        if result is None and core.revocable and not self.is_coming(request):
+        if result is None and core.revocable and not self.is_in_flight(request):
             self._lease_table.revoke_all()
             result = attempt(request)
         if result is None:
-            refuse_to_wait_for_itself(core, request)
-            core.queue.tried_in_vain(request)
+            check_not_waiting_for_itself(core, request)
+            core.queue.enqueue_request(request)
         else:
-            core.queue.leave(request)
+            core.queue.remove_request(request)
         return result
 
-    def is_coming(self, request: Request) -> bool:
-        """Whether what a request waits for is on its way: then it lacks no room."""
+    def is_in_flight(self, request: Request) -> bool:
+        """Return True if the awaited group is in flight, so that the request lacks no memory."""
         if request.kind is RequestKind.LEASE:
             return self.core.planner.state_of(request.group) in (State.RESERVED, State.ARRIVING)
         return request.kind is RequestKind.SAVE
 
     @transaction
-    def give_up(self, request: Request) -> None:
-        """Leave nothing of a request behind."""
+    def cancel(self, request: Request) -> None:
+        """Cancel a request: withdraw its demand, and end a lease that was granted."""
         core = self.core
-        if core.ended():
+        if core.is_stopped():
             request.group = NO_GROUP
             return
-        core.queue.leave(request)
-        core.observer.gave_up(request.noted)
+        core.queue.remove_request(request)
+        core.observer.acquire_failed(request.noted)
         if request.record is not None:
-            self._lease_table.take_back(request.record)
+            self._lease_table.reclaim(request.record)
         demand, request.group = request.demand, NO_GROUP
         core.withdraw(demand)

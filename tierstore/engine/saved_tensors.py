@@ -1,9 +1,9 @@
-"""Memory that autograd saves for a while and wants back soon, under names that the store makes up.
+"""Activations that autograd saves for the backward pass, under generated keys.
 
-What autograd saves has no name, is written once, read once or a few times, and goes with the graph.
-No name is used twice: a learned order of use would tell the planner, in the middle of the forward
-pass, to fetch what the backward pass of the last step began with. Who saves memory says itself what
-it wants next.
+A saved tensor has no name. It is written once, read once or a few times, and freed with the graph.
+No key is used twice: with a learned order of use, the planner would, during the forward pass,
+prefetch the activations that the backward pass of the last step began with. The adapter that saves
+activations prefetches them explicitly.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tierstore.model.tiers import Tier, UseOrder
 from tierstore.observe.observer import ActivationCounts
 
 SCARCE_BYTES = 256 << 20
-"""Room in host memory is scarce when so many bytes of the budget are left, or `shares.SCARCE`."""
+"""Host memory is scarce below this many free bytes, or budget / `shares.SCARCE` if less."""
 
 
 class LeaseHolder(Protocol):
-    """One who holds leases for later."""
+    """An object that holds leases for later use."""
 
-    def make_room(self) -> None:
-        """Give them back, if they can be had again. Called by a thread that waits for room."""
+    def release_idle_leases(self) -> None:
+        """Release leases that can be acquired again. Called by a thread that needs memory."""
 
 
 class SavedTensors:
-    """Memory saved for the backward pass. Only `save` may wait."""
+    """Activations saved for the backward pass. Only `save` may block."""
 
     def __init__(self, core: Core, puts: Puts, groups: Groups) -> None:
         self.core = core
@@ -51,59 +51,63 @@ class SavedTensors:
 
     @property
     def counts(self) -> ActivationCounts:
-        """Where those who save activations count what they do."""
+        """Counters for the adapters that save activations."""
         return self.core.observer.activations
 
-    def make_room(self) -> None:
-        """Have those who hold leases for later give them back, if they can."""
+    def release_idle_leases(self) -> None:
+        """Ask all lease holders to release leases that they hold for later use."""
         for holder in list(self.lease_holders):
-            holder.make_room()
+            holder.release_idle_leases()
 
-    def largest_possible(self) -> int:
-        """The bytes that any one group may have at most: what every tier above the disk can hold
-        (2**62 if there is no limit)."""
+    def max_group_bytes(self) -> int:
+        """Return the size of the largest possible group, in bytes.
+
+        It must fit on every tier above the disk. 2**62 if there is no limit.
+        """
         core = self.core
         budgets = {tier: core.planner.budgets[tier] for tier in core.planner.tiers[:-1]}
-        rooms = [
+        capacities = [
             budget - (core.permanent_host_bytes if tier is Tier.HOST else 0)
             for tier, budget in budgets.items()
             if budget is not None
         ]
-        return min(rooms, default=1 << 62)
+        return min(capacities, default=1 << 62)
 
-    def room_for_leases(self) -> int:
-        """The bytes that may be leased for long on the fastest tier: the largest group that was
-        ever wanted there has room beside them (2**62 or so if there is no limit)."""
+    def lease_capacity(self) -> int:
+        """Return the bytes that may be leased for long on the fastest tier.
+
+        The largest group so far must fit beside them. About 2**62 if there is no limit.
+        """
         core = self.core
         top = core.planner.top
         permanent = core.permanent_host_bytes if top is Tier.HOST else 0
         return (core.planner.budgets[top] or 1 << 62) - permanent - core.largest
 
     def save(self, memory: torch.Tensor) -> tuple[int, Any]:
-        """Copy `memory` (uint8, 1-d) into the store, beside what the device does next.
+        """Copy `memory` (1-d, uint8) into the store, asynchronously to the device.
 
-        Returns its number, and an event of the device: before it has passed, nothing may change
-        `memory`, nor get it from the allocator. None: it is copied. Raises what `put` raises.
+        Returns the number of the saved tensor, and a device event. Until the event has passed,
+        `memory` must not be changed or freed. The event is None if the copy is complete. Raises the
+        errors of `TierStore.put`.
         """
         current = self.core.current
         number = next(n for n in self._numbers if saved_key(n) not in current)
         fill = partial(self.core.tiers.host.fill, behind=True)
         try:
             copied = self._puts.put_with(
-                saved_key(number), memory, fill, use_order=UseOrder.ANNOUNCED
+                saved_key(number), memory, fill, use_order=UseOrder.PREFETCHED
             )
-            self._spill_where_scarce(number)
+            self._spill_if_scarce(number)
             return number, copied
         except BaseException:
             self.drop(number)
             raise
 
     @transaction
-    def _spill_where_scarce(self, number: int) -> None:
-        """What was saved comes back some day. And where room gets scarce, write as much as has
-        come: the oldest is wanted last.
+    def _spill_if_scarce(self, number: int) -> None:
+        """Write older activations to disk if host memory is scarce, as many bytes as were saved.
 
-        Later, who needs the room can have it at once.
+        The oldest are needed last. Once written, their memory can be freed as soon as it is needed.
         """
         core = self.core
         budget = core.planner.budgets[Tier.HOST]
@@ -119,19 +123,21 @@ class SavedTensors:
         while due > 0 and self._unspilled:
             oldest = self._unspilled.pop(next(iter(self._unspilled)))
             if oldest not in core.planner:
-                continue  # it was dropped in a transaction that was cut short
-            instructions = core.handled(events.SpillAdvised(oldest))
+                continue  # dropped in an interrupted transaction
+            instructions = core.instructions_for(events.SpillAdvised(oldest))
             due -= sum(copy.nbytes for copy in instructions if isinstance(copy, Copy))
             core.deliver(instructions)
 
     def drop(self, number: int) -> None:
-        """Forget what was saved, at the next transaction: finalizers may run anywhere."""
+        """Discard a saved tensor at the next transaction, because finalizers may run inside one."""
         self.core.deferred.append(partial(self._forget, number))
 
     def _forget(self, number: int) -> None:
         self._unspilled.pop(number, None)
-        self._groups.forget_generation(saved_key(number))
+        self._groups.discard_in_transaction(saved_key(number))
 
-    def expect(self, numbers: Iterable[int]) -> None:
-        """Say what is wanted back next, in order. A hint, like `prefetch`."""
-        self._groups.expect_known([saved_key(number) for number in numbers], self.core.planner.top)
+    def prefetch(self, numbers: Iterable[int]) -> None:
+        """Hint: these saved tensors are needed next, in order. See `TierStore.prefetch`."""
+        self._groups.prefetch_existing(
+            [saved_key(number) for number in numbers], self.core.planner.top
+        )

@@ -1,4 +1,4 @@
-"""What a service allows a worker to lease, and what the worker gives back when others need room."""
+"""The allowance of a worker: how much it may lease from its service, and when it must release."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from tierstore.engine.lease_table import LeaseTable
 from tierstore.engine.transaction import transaction
 from tierstore.model import events
 
-if TYPE_CHECKING:  # it needs a package that not every installation has
+if TYPE_CHECKING:  # needs an optional package
     from tierstore.tiers.service_link import ServiceLink
 
 
 class ServiceAllowance:
-    """Hears what the service says unasked, on the thread that reads the connection."""
+    """Handles notifications of the service, on the thread that reads the connection."""
 
     def __init__(self, core: Core, lease_table: LeaseTable, link: ServiceLink) -> None:
         self.core = core
         self._lease_table = lease_table
-        # Whoever drops a store without closing it must not find it kept alive by that thread.
+        # A weak reference: that thread must not keep a store alive that was dropped, not closed.
         listener = weakref.ref(self)
 
         def allowed(nbytes: int) -> None:
@@ -35,19 +35,19 @@ class ServiceAllowance:
 
     @transaction
     def allowed(self, nbytes: int) -> None:
-        """So many bytes may be leased at once from now on."""
+        """Set the number of bytes that may be leased at once."""
         core = self.core
-        if core.ended():
+        if core.is_stopped():
             return
         core.shared_budget = nbytes
-        core.tell(events.SharedBudgetChanged(nbytes))
+        core.apply(events.SharedBudgetChanged(nbytes))
 
     @transaction
     def reclaimed(self) -> None:
-        """Another worker waits for room: what nobody uses here goes back."""
+        """Release all leases that are not in use: another worker waits for memory."""
         core = self.core
-        if core.ended():
+        if core.is_stopped():
             return
         self._lease_table.revoke_all()
-        core.tell(events.SharedBudgetChanged(0))
-        core.tell(events.SharedBudgetChanged(core.shared_budget))
+        core.apply(events.SharedBudgetChanged(0))
+        core.apply(events.SharedBudgetChanged(core.shared_budget))

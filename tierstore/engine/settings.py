@@ -1,4 +1,4 @@
-"""From what a user writes to what the store works with: the device and the budgets."""
+"""Resolve the arguments of a store: the device and the budgets."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ logger = logging.getLogger("tierstore.engine")
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a store works with.
+    """The resolved settings of a store.
 
-    `device_budget_may_grow`: nobody chose it, and it has not grown yet. See `grown_device_budget`.
+    `device_budget_may_grow` is True if the user set no device budget and it has not grown yet: see
+    `grown_device_budget`.
     """
 
     tiers: TierSettings
@@ -35,40 +36,40 @@ class Settings:
     device_budget_may_grow: bool = False
 
 
-def checked_verify(verify: str) -> str:
-    """When checksums are compared. Raises ValueError for what is no such word."""
+def check_verify(verify: str) -> str:
+    """Return `verify`, or raise ValueError if it is not one of `VERIFY`."""
     if verify not in VERIFY:
         raise ValueError(f"verify={verify!r} is not one of {', '.join(VERIFY)}")
     return verify
 
 
 def resolve_device(wanted: str | torch.device | None) -> torch.device:
-    """The device, with its index. None: the current accelerator, or else the CPU.
+    """Return the device, with its index. None: the current accelerator, or else the CPU.
 
-    Raises DeviceError if there is none of that name here.
+    Raises DeviceError if this machine has no such device.
     """
     if wanted is None:
         wanted = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     try:
         device = torch.device(wanted)
     except RuntimeError as error:
-        raise DeviceError(f"{wanted!r} is no device: {_advice()}") from error
+        raise DeviceError(f"{wanted!r} is not a device: {_advice()}") from error
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type == "meta":
         raise ValueError("the meta device has no bytes: pass 'cpu' or an accelerator")
     count = _device_count(device.type)
     if count == 0:
-        raise DeviceError(f"there is no {device.type} device here: {_advice()}")
+        raise DeviceError(f"this machine has no {device.type} device: {_advice()}")
     if str(device) != device.type and device.index >= count:
-        raise DeviceError(f"there is no {device} here: {_advice()}")
+        raise DeviceError(f"this machine has no {device}: {_advice()}")
     if str(device) != device.type:  # the index is part of the name
         return device
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
 def _device_count(kind: str) -> int:
-    """How many devices of a type torch can use here."""
+    """Return the number of devices of a type that torch can use."""
     try:
         module = torch.get_device_module(kind)
         return int(module.device_count()) if module.is_available() else 0
@@ -77,32 +78,32 @@ def _device_count(kind: str) -> int:
 
 
 def _advice() -> str:
-    """What there is, and what to write."""
+    """Return which devices there are, and what to pass."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         if torch.version.cuda or torch.version.hip:
-            why = " (see whether nvidia-smi shows a GPU, and what CUDA_VISIBLE_DEVICES says)"
+            reason = " (check that nvidia-smi lists a GPU, and the value of CUDA_VISIBLE_DEVICES)"
         else:
-            why = " (its build is one without CUDA: https://pytorch.org/get-started has others)"
+            reason = " (this build has no CUDA: see https://pytorch.org/get-started for others)"
         return (
-            f"torch {torch.__version__} finds no accelerator{why}; pass device='cpu', or leave "
-            "device out, to run on the CPU"
+            f"torch {torch.__version__} finds no accelerator{reason}; pass device='cpu', or omit "
+            "device, to run on the CPU"
         )
     names = [f"{found.type}:{index}" for index in range(torch.accelerator.device_count())]
-    return f"pass one of {', '.join([*names, 'cpu'])}, or leave device out for the current one"
+    return f"pass one of {', '.join([*names, 'cpu'])}, or omit device for the current one"
 
 
 def resolve_budgets(
     device: torch.device, ram: Size, on_device: Size | None, disk: Size | None, disk_dir: Path
 ) -> dict[Tier, int | None]:
-    """Bytes per tier. There is no DEVICE tier when the device is the CPU: host memory is it."""
+    """Return the budget of each tier in bytes. On the CPU there is no DEVICE tier."""
     budgets: dict[Tier, int | None] = {Tier.HOST: _whole_pages(ram_bytes(ram), "ram_budget")}
     if device.type != "cpu":
         budgets[Tier.DEVICE] = _whole_pages(_device_bytes(device, on_device), "device_budget")
-    elif is_chosen(on_device):
+    elif is_explicit(on_device):
         raise ValueError(
-            "device_budget is for accelerators; on the CPU ram_budget covers everything: leave "
-            "device_budget out"
+            "device_budget is for accelerators, and on the CPU ram_budget covers everything: omit "
+            "device_budget"
         )
     if disk is None:
         budgets[Tier.DISK] = None
@@ -114,7 +115,7 @@ def resolve_budgets(
 
 
 def ram_bytes(ram: Size) -> int:
-    """`ram_budget` in bytes, as `sizes.ram_bytes`; what `"auto"` came to is logged."""
+    """Return `ram_budget` in bytes: see `sizes.ram_bytes`. Logs the value of `"auto"`."""
     available = available_memory()
     nbytes = sizes.ram_bytes(ram, available)
     if is_auto(ram):
@@ -125,25 +126,26 @@ def ram_bytes(ram: Size) -> int:
         )
     elif nbytes > (usable := usable_memory()):
         logger.warning(
-            "ram_budget is %s, but this process may use %s: the system may end it before the "
-            "budget is used up; lower it, such as to '80%%'",
+            "ram_budget is %s, but this process may use %s: the system may kill the process before "
+            "the budget is used up; lower it, for example to '80%%'",
             size(nbytes, Units.DECIMAL),
             size(usable, Units.DECIMAL),
         )
     return nbytes
 
 
-def is_chosen(device_budget: Size | None) -> bool:
-    """Whether somebody said how large the device budget is."""
+def is_explicit(device_budget: Size | None) -> bool:
+    """Return True if the user set the device budget."""
     return not (device_budget is None or is_auto(device_budget))
 
 
 def grown_device_budget(budget: int, held: int, free: int) -> int:
-    """A device budget that nobody chose, once every model has run: half of what that left over.
+    """Return the automatic device budget once every model has run, in bytes.
 
-    Until then it is half of what was `free`, so that models may take the rest. What they took is
-    still in torch's cache, for their next run. The other half of what is free now is for a larger
-    run, and for what runs beside the store. `held` are the bytes that the store has there.
+    Before that, it is half of the free memory, which leaves the rest to the models. Their memory
+    is still in torch's cache, for their next run, so half of the memory that is `free` now can be
+    added. The other half is for larger runs and other programs. `held` is the memory that the store
+    has allocated on the device.
     """
     return max(budget, (held + free // shares.AUTO) // PAGE * PAGE)
 
@@ -154,7 +156,7 @@ def _device_bytes(device: torch.device, budget: Size | None) -> int:
     free, total = device_memory(device)
     if budget is not None and not is_auto(budget):
         return parse_size(budget, total=total)
-    nbytes = free // shares.AUTO  # the other half is left to activations
+    nbytes = free // shares.AUTO  # the other half is for activations
     logger.info(
         "device_budget 'auto': %s, half of the %s free",
         size(nbytes, Units.DECIMAL),
@@ -164,9 +166,9 @@ def _device_bytes(device: torch.device, budget: Size | None) -> int:
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of an accelerator. Raises ValueError if it cannot tell."""
+    """Return (free, total) bytes of an accelerator. Raises ValueError if they are unknown."""
     sources = (
-        (torch.accelerator, "get_memory_info"),  # of torch 2.10 and later, and not of all devices
+        (torch.accelerator, "get_memory_info"),  # torch 2.10 and later, not on all devices
         (torch.get_device_module(device), "mem_get_info"),
     )
     reason: Exception | None = None
@@ -177,7 +179,7 @@ def device_memory(device: torch.device) -> tuple[int, int]:
         except (AttributeError, RuntimeError, NotImplementedError) as error:
             reason = error
     raise ValueError(
-        f"{device} does not tell how much memory it has: pass device_budget in bytes"
+        f"{device} does not report its memory size: pass device_budget in bytes"
     ) from reason
 
 

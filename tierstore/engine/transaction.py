@@ -1,13 +1,13 @@
-"""One transaction at a time, each whole or followed by a rebuild.
+"""Transactions: one at a time, and each either complete or followed by a rebuild.
 
-What a store believes is changed in *transactions*, under one lock. Any of them may be cut short:
-Ctrl-C raises KeyboardInterrupt between two instructions of the interpreter, and so may others. A
-core whose transaction was cut short is *dirty*: half of a change is in it. The next transaction
-then begins with `Core.rebuild`, which derives everything anew from what there is.
+The state of a store changes in *transactions*, under one lock. Any of them may be interrupted:
+Ctrl-C raises KeyboardInterrupt between two bytecode instructions, and other handlers may raise
+there too. A core whose transaction was interrupted is *dirty*: its change is incomplete. The next
+transaction then begins with `Core.rebuild`, which rebuilds the state.
 
-A transaction never begins inside another. If it would, a finalizer or a signal handler has called
-the store in the middle of that one, where nothing can be relied on: ReentrantCallError. Methods
-that are parts of transactions are not decorated.
+A transaction never begins inside another. That would mean that a finalizer or a signal handler
+called the store during a transaction, while its state is inconsistent: it raises
+ReentrantCallError. Methods that are part of a transaction are not decorated.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ T = TypeVar("T")
 
 
 class Transactional(Protocol):
-    """What transactions change."""
+    """The state that transactions change."""
 
     lock: Any  # an RLock
     dirty: bool
 
     def rebuild(self) -> None:
-        """Derive everything anew."""
+        """Rebuild the state after an interrupted transaction."""
 
     def check_process(self) -> None:
-        """Raise ClosedError in a forked process: its copy of the lock may never be given back."""
+        """Raise ClosedError in a forked process: its copy of the lock may never be released."""
 
 
 class Part(Protocol):
-    """A part of the engine, whose methods are transactions of its core."""
+    """A part of the engine, with methods that are transactions of its core."""
 
     @property
     def core(self) -> Transactional: ...
@@ -47,10 +47,11 @@ S = TypeVar("S", bound=Part)
 
 
 def transaction(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Make a method a transaction. Raises ReentrantCallError in the middle of another.
+    """Make a method a transaction. It raises ReentrantCallError inside another.
 
-    An error of this library is raised where nothing is half-done yet. Any other exception may have
-    come from anywhere, and so may a ReentrantCallError that a handler has let go by.
+    Errors of this library are raised before the state changes, so they leave the core clean. Any
+    other exception may come from anywhere, including a ReentrantCallError that a handler lets pass:
+    it leaves the core dirty.
     """
 
     @functools.wraps(method)
@@ -65,13 +66,13 @@ def transaction(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[
 
 
 def transact(core: Transactional, action: Callable[[], object]) -> None:
-    """Do something as a transaction. Raises ReentrantCallError in the middle of another."""
+    """Run an action as a transaction. Raises ReentrantCallError inside another."""
     core.check_process()
     under(core.lock, functools.partial(_locked, core, action))
 
 
 def transact_if_free(core: Transactional, action: Callable[[], object]) -> None:
-    """Do something as a transaction, or nothing if that would have to wait. For finalizers."""
+    """Run an action as a transaction if the lock is free; else do nothing. For finalizers."""
     if not inside():
         if_free(core.lock, functools.partial(_locked, core, action), 0.0)
 

@@ -1,13 +1,13 @@
-"""Who waits for the store, who holds leases, and whether anybody can still get on.
+"""Waiting requests, lease owners, and the detection of deadlocks.
 
-Whatever changes the store starts a new *epoch*, and wakes the waiters that it can help: to try in
-vain costs a switch of threads, and with dozens of them that would be all they do. A request that
-tries in vain notes the epoch, and so does one that need not try. When all have the newest epoch,
-every lease is held by somebody who waits, and nothing is on its way, nobody can get on: those who
-hold leases are told so instead of waiting for ever.
+Each change of the store starts a new *epoch*, and wakes only the waiters that may proceed: a failed
+attempt costs a thread switch, and dozens of threads would do nothing else. A request records the
+epoch of its last failed attempt, or of the last change that could not help it. If all requests have
+the newest epoch, every lease is held by a waiter, and no copy is in flight, then no waiter can
+proceed. The waiters that hold leases then raise instead of waiting forever.
 
-A caller may wait twice: a signal handler comes while it waits, and waits for the store itself. Only
-the newer request can get on, and what the older ones have is held until it does.
+A caller may wait twice: a signal handler interrupts its wait, and waits for the store as well. Only
+the newer request can proceed, and the leases of the older ones are held until it does.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ from tierstore.model.locks import AutoResetEvent
 from tierstore.model.tiers import Access, HostAccess
 from tierstore.observe.journal import AcquireNote, LeaseUse
 
-LOOK_AGAIN = 1.0
-"""Seconds between looks at what nobody can be woken for: leases that were lost, not released."""
+POLL_SECONDS = 1.0
+"""Seconds between polls for changes that wake no waiter: leases dropped without release."""
 
-LONGEST_ENTRY = 10.0
-"""Seconds that entering the plan of a loop waits for one group. Then it is given up."""
+MAX_ENTRY_SECONDS = 10.0
+"""Longest wait for one group while entering the plan of a loop. Then entering is abandoned."""
 
 
 def caller() -> object:
-    """Who is asking: the running task, or else the thread."""
-    # Every acquire asks; where no loop runs, that is all it costs.
+    """Return the owner of new leases: the running task, or else the thread."""
+    # Runs in every acquire: without an event loop, this check is the whole cost.
     task = None if asyncio._get_running_loop() is None else asyncio.current_task()
     return task if task is not None else threading.get_ident()
 
 
 class RequestKind(Enum):
-    """What a request is for."""
+    """The purpose of a request. Values complete "waiting for ..." in errors."""
 
     LEASE = "a lease"
-    ROOM = "room for a put"
-    HOST_LEASE = "a group in host memory"
-    SAVE = "a copy on disk"
+    PUT = "memory for a put"
+    HOST_LEASE = "a host-memory lease"
+    SAVE = "a save to disk"
 
 
 class LoopEvent:
-    """Wakes the coroutine that waits for it, from any thread."""
+    """An event that any thread may set, for one waiting coroutine."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._set = asyncio.Event()
 
     def set(self) -> None:
-        """Wake who waits."""
-        with suppress(RuntimeError):  # the loop was closed, and nobody waits there any more
+        """Wake the waiter."""
+        with suppress(RuntimeError):  # the loop is closed, and the waiter is gone
             self._loop.call_soon_threadsafe(self._set.set)
 
     def clear(self) -> None:
-        """Nothing: `wait` forgets that it was rung, on the thread of the loop."""
+        """Do nothing: `reset` clears the event, on the thread of the loop."""
 
     async def wait(self, seconds: float) -> None:
-        """Wait until it is rung, or for so long. What rang before is for `reset` to forget."""
-        # Not asyncio.wait_for: in Python 3.11 it may lose a cancellation.
+        """Wait until the event is set, or for `seconds`. Does not clear it: see `reset`."""
+        # asyncio.wait_for may lose a cancellation in Python 3.11.
         alarm = self._loop.call_later(seconds, self._set.set)
         try:
             await self._set.wait()
@@ -75,13 +75,13 @@ class LoopEvent:
             alarm.cancel()
 
     def reset(self) -> None:
-        """Forget that it was rung. By the coroutine."""
+        """Clear the event. Called by the waiting coroutine."""
         self._set.clear()
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What the planner pursues because of a request, until it is met or taken back."""
+    """A demand on the planner, until the request is fulfilled or withdrawn."""
 
     kind: RequestKind
     group: GroupId
@@ -90,11 +90,11 @@ class Demand:
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Request:
-    """A caller that wants something of `key`.
+    """A caller's request for the group of `key`.
 
-    `group` is the one that the planner pursues; NO_GROUP if it pursues none. `record` is of the
-    lease that it got. `stream` is who uses one group after another: the thread, or a worker. Of an
-    acquire, `noted` is for the journal. `wakeup` has whoever waits try again.
+    `group` is the generation demanded from the planner, or NO_GROUP. `record` is the record of the
+    granted lease. `stream` identifies a sequence of uses: the thread, or a worker. `noted` is the
+    journal's note of an acquire. Setting `wakeup` makes the waiter try again.
     """
 
     key: str
@@ -110,65 +110,67 @@ class Request:
 
     @property
     def demand(self) -> Demand:
-        """What the planner pursues for it."""
+        """The demand on the planner for this request."""
         return Demand(self.kind, self.group, self.purpose)
 
 
 @dataclass(eq=False, slots=True)
 class LeaseRecord(LeaseUse):
-    """The store's side of a lease, and later a note of it.
+    """The store's record of a lease, and later its entry in the journal.
 
-    It is of the copy on the fastest tier, or `held` in host memory. `stream` is where the device
-    uses what was lent, as far as is known: if the lease is lost, whoever finds it is on another.
-    `tensors` are those that the lease gives, until it ends.
+    The lease is of the copy in host memory if `host_access` is set, or else on the fastest tier.
+    `stream` is the last known device stream on which the tensors are used: a dropped lease may be
+    ended on another one. `tensors` are the leased tensors, until the lease ends.
     """
 
     access: Access = Access.READ
-    held: HostAccess | None = None
+    host_access: HostAccess | None = None
     stream: Any = None
     tensors: dict[str, Any] | None = None
 
 
 class QueuedRequest(weakref.ref[Request]):
-    """Of a request that waits, and of its demand, which may be all that is left of it. `tried` is
-    the epoch of its last vain attempt."""
+    """A weak reference to a waiting request, and its demand, which outlives it.
 
-    __slots__ = ("demand", "tried")
+    `tried_epoch` is the epoch of its last failed attempt.
+    """
+
+    __slots__ = ("demand", "tried_epoch")
     demand: Demand
-    tried: int
+    tried_epoch: int
 
 
 class WaitQueue:
-    """Requests that wait, and leases that are out. All methods are parts of transactions.
+    """Waiting requests and open leases. All methods are parts of transactions.
 
-    `ready` tells whether to try again can make a difference for a request; `idle`, whether nothing
-    is on its way, but for room that callers fill, or will when they are not `interrupted` any more.
-    `refuse` raises for a request that can never be met, given the versions that are held: leased,
-    or being put into room that was granted; or it finds some that nobody has any more. Only who
-    holds something is refused: others just came at a bad moment.
+    `ready` returns whether another attempt of a request may succeed. `idle` returns whether no copy
+    is in flight, apart from memory that callers fill; it takes the requests that are interrupted by
+    newer ones of the same caller, and fill their memory later. `fail_blocked` raises for a blocked
+    request, given the groups that are leased or being put, unless garbage collection releases some.
+    Only owners of leases fail: other waiters cause no deadlock.
     """
 
     def __init__(
         self,
         ready: Callable[[Request], bool],
         idle: Callable[[Collection[Request]], bool],
-        refuse: Callable[[Request, set[GroupId]], None],
+        fail_blocked: Callable[[Request, set[GroupId]], None],
     ) -> None:
         self._ready = ready
         self._idle = idle
-        self._refuse = refuse
+        self._fail_blocked = fail_blocked
         self._epoch = 0
-        self._called = -1  # the epoch in which a holder was woken to be refused
+        self._woken_epoch = -1  # the epoch in which blocked requests were woken to fail
         self._queued: dict[int, QueuedRequest] = {}
         self._lost: deque[Demand] = deque()
-        self._held: dict[object, dict[GroupId, int]] = {}  # owner -> version -> leases of it
+        self._held: dict[object, dict[GroupId, int]] = {}  # owner -> group -> number of leases
 
-    def anybody(self) -> bool:
-        """Whether anybody may wait."""
+    def has_waiters(self) -> bool:
+        """Return True if any request may be waiting."""
         return bool(self._queued)
 
     def requests(self) -> list[Request]:
-        """Those who wait."""
+        """Return the waiting requests."""
         found = []
         for number, queued in list(self._queued.items()):
             request = queued()
@@ -180,7 +182,7 @@ class WaitQueue:
         return found
 
     def lost_demands(self) -> list[Demand]:
-        """What requests wanted that are gone without having been met or given up."""
+        """Return the demands of requests that were dropped without a result."""
         if self._queued:
             self.requests()
         if not self._lost:
@@ -188,8 +190,8 @@ class WaitQueue:
         lost, self._lost = self._lost, deque()
         return list(lost)
 
-    def changed(self) -> None:
-        """Something is different: wake the waiters that it can help."""
+    def notify_change(self) -> None:
+        """Start a new epoch, and wake the waiters that may proceed."""
         self._epoch += 1
         if not self._queued:
             return
@@ -197,18 +199,18 @@ class WaitQueue:
             if self._ready(request):
                 request.wakeup.set()
             else:
-                self._queued[id(request)].tried = self._epoch
-        self._call(self._stuck())
+                self._queued[id(request)].tried_epoch = self._epoch
+        self._wake_blocked(self._blocked_requests())
 
     def add_lease(self, owner: object, version: GroupId) -> None:
-        """A lease goes out. With no `owner` it does so for good: nobody waits for it."""
+        """Add a lease to the counts. One without an `owner` is permanent, and not counted."""
         if owner is None:
             return
         held = self._held.setdefault(owner, {})
         held[version] = held.get(version, 0) + 1
 
     def remove_lease(self, owner: object, version: GroupId) -> None:
-        """A lease comes back."""
+        """Remove a lease from the counts."""
         if owner is None:
             return
         held = self._held.get(owner, {})
@@ -219,44 +221,46 @@ class WaitQueue:
             self._held.pop(owner, None)
 
     def held_by(self, owner: object) -> Collection[GroupId]:
-        """The versions that a caller holds."""
+        """Return the groups that an owner has leased."""
         return self._held.get(owner, ())
 
     def recount(self, leases: Iterable[tuple[object, GroupId]]) -> None:
-        """These leases are out, and no others: by whom, and of which version."""
+        """Replace the counts by these leases: pairs of owner and group."""
         self._held = {}
         for owner, version in leases:
             self.add_lease(owner, version)
 
-    def leave(self, request: Request) -> None:
-        """The request waits no more."""
+    def remove_request(self, request: Request) -> None:
+        """Remove a request that no longer waits."""
         self._queued.pop(id(request), None)
 
-    def tried_in_vain(self, request: Request) -> None:
-        """The request has to wait for a change. Raises if there can be none."""
+    def enqueue_request(self, request: Request) -> None:
+        """Let a request wait for the next change. Raises if it is blocked."""
         request.wakeup.clear()
         queued = QueuedRequest(request)
-        queued.demand, queued.tried = request.demand, self._epoch
+        queued.demand, queued.tried_epoch = request.demand, self._epoch
         self._queued[id(request)] = queued
-        stuck = self._stuck()
+        stuck = self._blocked_requests()
         if request in stuck:
-            self._refuse(request, self._out_of_reach())
-        self._call(stuck)
+            self._fail_blocked(request, self._unavailable_groups())
+        self._wake_blocked(stuck)
 
-    def _stuck(self) -> list[Request]:
-        """Those who wait and hold something, if nobody can get on: nobody else holds anything."""
-        # Of each caller the newest: it runs in a signal handler that has interrupted the others.
+    def _blocked_requests(self) -> list[Request]:
+        """Return the requests of waiting lease owners if no waiter can proceed, else nothing."""
+        # The newest of each caller: it belongs to a signal handler that interrupted the others.
         waiting = {request.owner or request: request for request in self.requests()}
         interrupted = self._interrupted() if len(waiting) < len(self._queued) else []
         holders = {*self._held, *(request.owner for request in interrupted)}
         if not holders or not holders <= waiting.keys() or not self._idle(interrupted):
             return []
-        if any(self._queued[id(request)].tried != self._epoch for request in waiting.values()):
+        if any(
+            self._queued[id(request)].tried_epoch != self._epoch for request in waiting.values()
+        ):
             return []
         return [request for owner, request in waiting.items() if owner in holders]
 
     def _interrupted(self) -> list[Request]:
-        """Those whose callers wait for something newer before they can go on."""
+        """Return the requests whose caller waits for a newer request first."""
         newest: dict[object, Request] = {}
         older = []
         for request in self.requests():
@@ -266,14 +270,14 @@ class WaitQueue:
                 newest[request.owner] = request
         return older
 
-    def _out_of_reach(self) -> set[GroupId]:
-        """What is held, or is pursued for callers that cannot go on."""
+    def _unavailable_groups(self) -> set[GroupId]:
+        """Return the groups that are leased, or demanded by interrupted requests."""
         held = {version for held in self._held.values() for version in held}
         return held | {request.group for request in self._interrupted()} - {NO_GROUP}
 
-    def _call(self, stuck: list[Request]) -> None:
-        """Have them try once more, to be refused."""
-        if stuck and self._called != self._epoch:
-            self._called = self._epoch
+    def _wake_blocked(self, stuck: list[Request]) -> None:
+        """Wake blocked requests: their next attempt raises."""
+        if stuck and self._woken_epoch != self._epoch:
+            self._woken_epoch = self._epoch
             for request in stuck:
                 request.wakeup.set()

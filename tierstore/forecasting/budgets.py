@@ -1,4 +1,4 @@
-"""Budgets to try."""
+"""Budgets as typed by a user, and in bytes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _DECIMAL = re.compile(r"[kmgt]b\s*$", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Budget:
-    """A budget as it was written, and its bytes: whole pages, as a store has them.
+    """A budget: the text as typed, and its bytes in whole pages, as in a store.
 
-    It is shown as it was written, and other sizes in units of the same kind: powers of 1000 after
-    `130MB`, of 1024 after `128MiB`.
+    The text determines the units of other sizes in the output: powers of 1000 for `130MB`, of 1024
+    for `128MiB`.
     """
 
     text: str
@@ -28,24 +28,24 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """Parse a `ram_budget` as a store does; `auto` is the store's rule, for this machine."""
+        """Parse a `ram_budget` as a store does; `auto` is evaluated on this machine."""
         nbytes = ram_bytes(text) if is_auto(text) else parse_size(text)
         return cls(text.strip(), nbytes // PAGE * PAGE)
 
     @classmethod
     def at_least(cls, nbytes: int, units: Units = Units.DECIMAL) -> Budget:
-        """Return a round budget of at least so many bytes."""
+        """Return a round budget of at least `nbytes` bytes."""
         return cls.parse(at_least(nbytes, units))
 
     @property
     def units(self) -> Units | None:
-        """The units in which it was written; None for `50%` and `auto`."""
+        """Units of the text; None for `50%` and `auto`."""
         if _BINARY.search(self.text):
             return Units.BINARY
         return Units.DECIMAL if _DECIMAL.search(self.text) else None
 
-    def shown(self, units: Units) -> str:
-        """Return the text, with the bytes if it does not say them itself."""
+    def formatted(self, units: Units) -> str:
+        """Return the text, followed by the size if the text has no units."""
         return self.text if self.units else f"{self.text} ({size(self.nbytes, units)})"
 
 

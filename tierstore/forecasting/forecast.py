@@ -1,4 +1,4 @@
-"""Simulation of a checkpoint's groups with the planner: bytes read and kept, and waits."""
+"""Forecasts the steps of a checkpoint's models with the planner: bytes moved, and waits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tierstore.model.outline import tile_bytes, usual_sizes
 from tierstore.model.sizes import PAGE, slot_bytes
 from tierstore.model.tiers import Tier
 from tierstore.plan.loop_plan import Loop, Step
-from tierstore.simulation import LoopPass, Way, simulate_loop
+from tierstore.simulation import Hop, LoopPass, simulate_loop
 
 FROM_DISK = (Tier.DISK, Tier.HOST)
 TO_DEVICE = (Tier.HOST, Tier.DEVICE)
@@ -24,7 +24,7 @@ TO_DEVICE = (Tier.HOST, Tier.DEVICE)
 class PlannedComponent:
     """A model and its groups for some budgets.
 
-    `in_files` has, by key, the bytes of the files that are read for a group.
+    `in_files` has the bytes to read from files for each group, by key.
     """
 
     name: str
@@ -33,27 +33,27 @@ class PlannedComponent:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its groups, in memory."""
+        """Bytes of all its groups in memory."""
         return sum(group.nbytes for group in self.groups)
 
     @property
     def file_bytes(self) -> int:
-        """Bytes of the files that are read for all its groups."""
+        """Bytes to read from files for all its groups."""
         return sum(self.in_files.values())
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """All that a run depends on besides its `ram_budget`.
+    """The conditions of a run, except its `ram_budget`.
 
     `device` is the device's budget in bytes; None without a device. `bandwidth` has the bytes per
-    second of each known hop: without the disk's, forecasts have no seconds. A step computes for
-    `compute` seconds; `steps` of them are simulated.
+    second of each known hop; without the disk's, forecasts have no times. A step computes for
+    `compute` seconds. `steps` is the number of steps to simulate.
     """
 
     offload_type: str
     device: int | None
-    bandwidth: Mapping[Way, float]
+    bandwidth: Mapping[Hop, float]
     compute: float
     steps: int
 
@@ -67,7 +67,7 @@ class Partition:
 
     @property
     def largest(self) -> GroupSpec:
-        """The largest group: every budget must have room for it."""
+        """The largest group, which every budget must hold."""
         groups = (group for component in self.components for group in component.groups)
         return max(groups, key=lambda group: group.nbytes)
 
@@ -94,10 +94,10 @@ def partition(models: Iterable[Model], ram: int, conditions: Conditions) -> Part
     return Partition(ram, tuple(found))
 
 
-def room_for_all(models: Sequence[Model], conditions: Conditions) -> int:
-    """Return the bytes of a `ram_budget` with room for all groups of these models.
+def bytes_for_all(models: Sequence[Model], conditions: Conditions) -> int:
+    """Return the bytes of a `ram_budget` that holds all groups of these models.
 
-    The groups depend on the budget, and their sizes (a little) on the groups.
+    It is found by iteration, since the groups depend on the budget.
     """
     nbytes = sum(model.nbytes for model in models)
     for _ in range(8):
@@ -112,10 +112,11 @@ def room_for_all(models: Sequence[Model], conditions: Conditions) -> int:
 def forecast(
     component: PlannedComponent, known: Mapping[str, int], ram: int, conditions: Conditions
 ) -> dict[str, Any]:
-    """Forecast one step of a component's loop, once the planner knows it: bytes and seconds.
+    """Forecast one step of a component's loop, in bytes and seconds.
 
-    Figures are the mean of the second half of the simulated steps. `resident` are the bytes of the
-    files that a step need not read. `known` are all groups of the store by key, with their bytes.
+    Figures are averages over the second half of the simulated steps, when the planner has learned
+    the loop. `resident` are the bytes of the files that a step need not read. `known` has the bytes
+    of all groups of the store, by key.
 
     Raises BudgetError if a group is larger than a budget.
     """

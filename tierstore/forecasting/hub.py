@@ -1,7 +1,7 @@
-"""Models in the Hugging Face hub, by their ids: from its cache on this machine, or from the headers
-of their files, of which ranges are read.
+"""Models in the Hugging Face hub, by id.
 
-All requests are made by huggingface_hub, with its settings: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE,
+They are read from the cache on this machine, or from the hub by fetching only file headers. All
+requests are made by huggingface_hub, with its settings: HF_HOME, HF_HUB_CACHE, HF_HUB_OFFLINE,
 HF_ENDPOINT, HF_TOKEN. It comes with the extra `diffusers`.
 """
 
@@ -36,15 +36,15 @@ HEADERS_AT_ONCE = 8
 
 
 class _OfflineError(CheckpointError):
-    """The hub may not be asked."""
+    """Offline mode forbids queries of the hub."""
 
 
 class _UnreachableError(_OfflineError, TransferError):
-    """The hub does not answer."""
+    """The hub cannot be reached."""
 
 
 def may_be_id(text: str) -> bool:
-    """Whether it could name a model in the hub, such as `black-forest-labs/FLUX.1-dev`.
+    """Return whether a text could be the id of a model, such as `black-forest-labs/FLUX.1-dev`.
 
     >>> may_be_id("gpt2"), may_be_id("org/model"), may_be_id("a/b/c"), may_be_id("./model")
     (True, True, False, False)
@@ -53,7 +53,7 @@ def may_be_id(text: str) -> bool:
 
 
 def source_of(name: str, report: Callable[[str], None]) -> CheckpointSource:
-    """Find a model in the cache, if all of it is there; else in the hub. Raises TierStoreError."""
+    """Find a model in the cache if it is complete there, else in the hub. Raises TierStoreError."""
     try:
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id
@@ -61,27 +61,27 @@ def source_of(name: str, report: Callable[[str], None]) -> CheckpointSource:
         validate_repo_id(name)
     except ImportError as error:
         raise CheckpointError(
-            f"there is no file or directory {name}, and to look for a model of this name in the "
-            "Hugging Face hub takes huggingface_hub, which is not installed: give the path of a "
+            f"there is no file or directory {name}, and searching the Hugging Face hub for a model "
+            "of this name requires huggingface_hub, which is not installed: give the path of a "
             "checkpoint, or: pip install 'tierstore[diffusers]'"
         ) from error
     except HFValidationError as error:
         raise CheckpointError(
-            f"there is no file or directory {name}, and no model can have this name: give the path "
-            "of a checkpoint, its URL, or its id in the Hugging Face hub"
+            f"there is no file or directory {name}, and it is not a valid id of a model: give the "
+            "path of a checkpoint, its URL, or its id in the Hugging Face hub"
         ) from error
     cached = _cached(name)
     missing = [] if cached is None else list(_missing(cached))
     if cached is not None and not missing:
         return cached
-    why = f", as the cache lacks {', '.join(missing)}" if missing else ""
-    report(f"Asking the Hugging Face hub for {name}{why}...")
+    why = f", because the cache lacks {', '.join(missing)}" if missing else ""
+    report(f"Querying the Hugging Face hub for {name}{why}...")
     try:
-        return _ask(name)
+        return _query_hub(name)
     except _OfflineError as error:
         if cached is None or not _is_usable(cached):
             raise
-        report(f"{error}. In the cache, these are missing: {', '.join(missing)}.")
+        report(f"{error}. Missing from the cache: {', '.join(missing)}.")
         return cached
 
 
@@ -89,24 +89,24 @@ def source_of(name: str, report: Callable[[str], None]) -> CheckpointSource:
 
 
 def _cached(name: str) -> LocalSource | None:
-    """Find the newest downloaded revision, whole or not."""
+    """Find the newest downloaded revision, complete or not."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         path: str | None = snapshot_download(name, local_files_only=True)
-    except LocalEntryNotFoundError as error:  # it may be there, but not whole
+    except LocalEntryNotFoundError as error:  # it may be there, but incomplete
         path = getattr(error, "snapshot_path", None)
     return None if path is None else LocalSource(path, f"{name} in the cache, {path}")
 
 
 def _missing(source: LocalSource) -> Iterator[str]:
-    """List the components and shards that a whole checkpoint would have in addition."""
+    """Yield the components and shards that are missing from a checkpoint."""
     root = source.names("")
     folders = _folders(source) if INDEX in root else [""]
     for folder in folders:
         names = source.names(folder) if folder else root
-        # A folder with this file is a model.
+        # A folder with a config.json is a model.
         lacks = "config.json" in names and not _has_any_weights(names)
         if not names or lacks or (not folder and not _has_any_weights(names)):
             yield folder or "weights"
@@ -137,7 +137,7 @@ def _missing_shards(source: LocalSource, folder: str, name: str | None) -> list[
 
 
 def _is_usable(source: LocalSource) -> bool:
-    """Whether there is a model with weights: others may be missing."""
+    """Return whether any model of the pipeline has weights."""
     return INDEX in source.names("") and any(
         has_weights(source.names(folder)) for folder in _folders(source)
     )
@@ -148,7 +148,7 @@ def _is_usable(source: LocalSource) -> bool:
 
 @dataclass(frozen=True)
 class HubSource:
-    """A revision of a model in the hub; `sizes` are the bytes of all its files."""
+    """A revision of a model in the hub; `sizes` has the bytes of its files by path."""
 
     name: str
     revision: str
@@ -157,12 +157,12 @@ class HubSource:
 
     @property
     def described(self) -> str:
-        """Its id and revision."""
+        """Id and revision, for messages."""
         return f"{self.name} in the hub, revision {self.revision[:12]}, headers only"
 
     @property
     def disk(self) -> str:
-        """The directory that it would be downloaded to."""
+        """The directory to which it would be downloaded."""
         from huggingface_hub.constants import HF_HUB_CACHE
 
         path: str = os.path.abspath(HF_HUB_CACHE)
@@ -181,7 +181,7 @@ class HubSource:
                 self.name,
                 name,
                 revision=self.revision,
-                cache_dir=directory,  # nothing is left in the user's, and nothing taken from there
+                cache_dir=directory,  # do not touch the user's cache
             )
             with open(place, "rb") as file:
                 return file.read()
@@ -214,17 +214,19 @@ class HubSource:
         return indexed(self.content(path), path)
 
     def _header(self, path: str) -> list[FileTensor]:
-        """Read the tensors of one file, whose header is validated like that of a file on disk."""
+        """Read the tensors of one file. Its header is validated like that of a local file."""
         from tierstore.model.groups import Extent, FileTensor
         from tierstore.model.header import parse_header
 
-        told = self._api.parse_safetensors_file_metadata(self.name, path, revision=self.revision)
+        metadata = self._api.parse_safetensors_file_metadata(
+            self.name, path, revision=self.revision
+        )
         tensors = {
             name: {"dtype": info.dtype, "shape": info.shape, "data_offsets": info.data_offsets}
-            for name, info in told.tensors.items()
+            for name, info in metadata.tensors.items()
         }
         raw = json.dumps(tensors).encode()
-        data = max((info.data_offsets[1] for info in told.tensors.values()), default=0)
+        data = max((info.data_offsets[1] for info in metadata.tensors.values()), default=0)
         entries_of_file = parse_header(raw, 8 + len(raw) + data, path).entries
         start = max(self.sizes[path] - data, 0)  # the data ends where the file ends
         return [
@@ -233,12 +235,12 @@ class HubSource:
         ]
 
 
-def _ask(name: str) -> HubSource:
+def _query_hub(name: str) -> HubSource:
     from huggingface_hub import HfApi
     from huggingface_hub.constants import HF_HUB_ETAG_TIMEOUT
     from huggingface_hub.utils import disable_progress_bars
 
-    disable_progress_bars()  # of each small file
+    disable_progress_bars()  # one for each small file
     api = HfApi()
     with _failures(name):
         info = api.model_info(name, files_metadata=True, timeout=HF_HUB_ETAG_TIMEOUT)
@@ -248,34 +250,34 @@ def _ask(name: str) -> HubSource:
 
 @contextmanager
 def _failures(name: str) -> Iterator[None]:
-    """Raise errors of the hub as TierStoreError."""
+    """Convert errors of the hub to TierStoreError."""
     from huggingface_hub import errors
 
     try:
         yield
     except errors.OfflineModeIsEnabled as error:
         raise _OfflineError(
-            f"there is no file or directory {name}, and the model {name} is not (or not whole) in "
-            "the cache of the Hugging Face hub, which may not be asked, as HF_HUB_OFFLINE is set: "
-            "give the path of a checkpoint, or unset it"
+            f"there is no file or directory {name}, the Hugging Face cache has no complete model "
+            f"{name}, and HF_HUB_OFFLINE forbids querying the hub: give the path of a checkpoint, "
+            "or unset HF_HUB_OFFLINE"
         ) from error
     except errors.GatedRepoError as error:
         raise CheckpointError(
-            f"{name} is gated: accept its conditions at https://huggingface.co/{name}, then log "
-            "in: `hf auth login`, or set HF_TOKEN"
+            f"{name} is gated: accept its conditions at https://huggingface.co/{name}, then log in "
+            "with `hf auth login`, or set HF_TOKEN"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(
             f"there is no file or directory {name}, and no model {name} in the Hugging Face hub "
-            "that you may see: check the name; for a private model log in: `hf auth login`, or set "
-            "HF_TOKEN"
+            "that you may access: check the name; for a private model, log in with "
+            "`hf auth login`, or set HF_TOKEN"
         ) from error
     except errors.SafetensorsParsingError as error:
         raise CheckpointError(f"{name} in the hub: {error}; give another CHECKPOINT") from error
-    except (OSError, errors.HTTPError) as error:  # the latter is its client's, of whatever kind
+    except (OSError, errors.HTTPError) as error:  # HTTPError: of whichever HTTP client it uses
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise _UnreachableError(
-            f"there is no file or directory {name}, and the Hugging Face hub could not be asked "
+            f"there is no file or directory {name}, and the Hugging Face hub could not be queried "
             f"for a model of this name ({why}): check the network (and HF_ENDPOINT), or give the "
             "path of a checkpoint"
         ) from error

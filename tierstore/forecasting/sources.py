@@ -1,6 +1,6 @@
-"""Checkpoints to plan for: on disk, in an object store, or in the Hugging Face hub.
+"""Sources of checkpoints to plan: on disk, in an object store, or in the Hugging Face hub.
 
-Each has folders with files, of which only the headers are read.
+Only the headers of their files are read.
 """
 
 from __future__ import annotations
@@ -27,52 +27,52 @@ if TYPE_CHECKING:
     from tierstore.model.groups import FileTensor
 
 INDEX = "model_index.json"
-"""The index of a diffusers pipeline: the names of its components, each of which has a folder."""
+"""The index of a diffusers pipeline. It names the components, each of which has a folder."""
 LARGEST_INDEX = 1 << 20
 LOOPS = ("transformer", "unet", "prior")
-"""Beginnings of the names of the components that run in every step of a pipeline."""
+"""Prefixes of the names of components that run in every step of a pipeline."""
 
 _AUTOENCODER_BLOCKS = ("quant_conv", "post_quant_conv", "encoder", "decoder")
 
 
 class CheckpointError(TierStoreError):
-    """There is no such checkpoint, or it lacks what was asked for. The message says what to do."""
+    """The checkpoint, or a requested part of it, does not exist. The message says what to do."""
 
 
 class CheckpointSource(Protocol):
-    """A checkpoint, wherever it is. Folders are named from its root on, which is `""`."""
+    """A checkpoint at some location. Folders are named relative to its root, which is `""`."""
 
     @property
     def described(self) -> str:
-        """Its location, for people; empty for a path."""
+        """Its location, for messages; empty for a path."""
 
     @property
     def disk(self) -> str | None:
-        """A path on the disk that it is (or will be) read from; None if unknown."""
+        """A path on the disk from which it is (or will be) read; None if unknown."""
 
     def names(self, folder: str) -> Sequence[str]:
-        """List the files right in a folder; none if there is no such folder."""
+        """Return the names of the files in a folder; none if it does not exist."""
 
     def content(self, name: str) -> bytes:
-        """Read a small file of the root."""
+        """Read a small file in the root."""
 
     def tensors(self, folder: str, name: str | None) -> list[FileTensor]:
-        """Read the headers of a file, or of all files of an index; None: of all files.
+        """Read the headers of a file, of the files in an index, or (None) of all files.
 
         Raises TierStoreError, OSError or ValueError.
         """
 
 
 def source_of(checkpoint: str, report: Callable[[str], None]) -> CheckpointSource:
-    """Find a checkpoint by its path, URL or id in the hub.
+    """Find a checkpoint by its path, its URL or its id in the hub.
 
-    `report` is called with a line for people before the hub is asked. Raises TierStoreError.
+    `report` is called with a message before the hub is queried. Raises TierStoreError.
     """
     if is_url(checkpoint):
         return UrlSource(checkpoint.rstrip("/"))
     if os.path.lexists(checkpoint):
         return LocalSource(checkpoint)
-    from tierstore.forecasting import hub  # for ids only
+    from tierstore.forecasting import hub  # only for ids
 
     if hub.may_be_id(checkpoint):
         return hub.source_of(checkpoint, report)
@@ -91,13 +91,13 @@ class LocalSource:
 
     @property
     def disk(self) -> str:
-        """Its own path."""
+        """The path itself."""
         return self.path
 
     def names(self, folder: str) -> list[str]:
         """See `CheckpointSource`."""
         place = os.path.join(self.path, folder)
-        # Unlike glob, listdir raises if it lacks permission.
+        # Unlike glob, listdir raises an error without permission.
         return os.listdir(place) if os.path.isdir(place) else []
 
     def content(self, name: str) -> bytes:
@@ -119,11 +119,11 @@ class UrlSource:
 
     @property
     def described(self) -> str:
-        """Its URL."""
+        """The URL, for messages."""
         return f"{self.url}, headers only"
 
     def names(self, folder: str) -> list[str]:
-        """See `CheckpointSource`. A web server cannot list: it is asked for the usual names."""
+        """See `CheckpointSource`. Web servers cannot list files, so the usual names are tried."""
         if self.url.endswith((SUFFIX, ".json")):
             return []
         from tierstore.tiers.object_store import RemoteDirectory
@@ -142,7 +142,7 @@ class UrlSource:
 
         found = RemoteDirectory(self.url).find(name)
         if found is None:
-            raise FileNotFoundError(f"{self._at(name)} is gone")
+            raise FileNotFoundError(f"{self._at(name)} no longer exists")
         return bytes(found.read(0, min(found.stamp.size, LARGEST_INDEX)))
 
     def tensors(self, folder: str, name: str | None) -> list[FileTensor]:
@@ -164,9 +164,9 @@ def _read(checkpoint: str) -> list[FileTensor]:
 
 @dataclass(frozen=True)
 class Model:
-    """A model of a checkpoint; its name is empty if it is the only one.
+    """A model of a checkpoint. Its name is empty if it is the only one.
 
-    `blocks` names modules of it that count as blocks.
+    `blocks` are names of modules that count as blocks.
     """
 
     name: str
@@ -175,13 +175,13 @@ class Model:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors, in the files."""
+        """Bytes of all its tensors in the files."""
         return sum(tensor.extent.nbytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
 class FoundModels:
-    """The models of a checkpoint, and components of which it only has `pickles`."""
+    """The models of a checkpoint, and the components that only have `pickles`."""
 
     models: tuple[Model, ...]
     pickles: tuple[str, ...]
@@ -192,8 +192,8 @@ def models_of(
 ) -> FoundModels:
     """Read the models of a checkpoint, or `only` the one of that name.
 
-    Uses the files that `from_pretrained` would use (see `main_file`). Errors call the checkpoint
-    `typed`. Raises TierStoreError, OSError or ValueError.
+    Uses the files that `from_pretrained` would use (see `main_file`). Error messages name the
+    checkpoint as `typed`. Raises TierStoreError, OSError or ValueError.
     """
     root = source.names("")
     folders = dict(components(source.content(INDEX))) if INDEX in root else {"": ""}
@@ -203,13 +203,13 @@ def models_of(
         there = ", ".join(filter(None, (f for f in folders if is_model[f])))
         raise CheckpointError(
             f"{typed} has no component {only!r} with safetensors files: "
-            + (f"it has these: {there}" if there else "it has no components, leave --component out")
+            + (f"it has {there}" if there else "it has no components, so omit --component")
         )
     wanted = [f for f in folders if is_model[f] and only in (None, f)]
     variants = sorted({each for folder in wanted for each in variants_among(names[folder])})
     if variant is not None and variant not in variants:
         there = ", ".join(variants) or "none"
-        raise CheckpointError(f"{typed} has no variant {variant!r}: it has these: {there}")
+        raise CheckpointError(f"{typed} has no variant {variant!r}: it has {there}")
     models = [
         Model(
             folder,
@@ -220,7 +220,7 @@ def models_of(
     ]
     pickles = [f for f in folders if not has_weights(names[f]) and any(map(is_pickle, names[f]))]
     if not any(model.nbytes for model in models):
-        found = ", only torch pickles, which are not read" if pickles else ""
+        found = ", only torch pickles, which cannot be read" if pickles else ""
         raise CheckpointError(
             f"{typed} has no weights in safetensors files{found}: give another CHECKPOINT, or "
             "convert it with safetensors"
@@ -229,21 +229,21 @@ def models_of(
 
 
 def components(raw: bytes) -> Iterator[tuple[str, str]]:
-    """Parse the index of a pipeline: each component and its class. Raises ValueError."""
+    """Parse the index of a pipeline. Yields components and their classes. Raises ValueError."""
     try:
         document = json.loads(raw)
     except RecursionError as error:
-        raise ValueError(f"{INDEX} is nested too deep") from error
+        raise ValueError(f"{INDEX} is nested too deeply") from error
     if not isinstance(document, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError(f"{INDEX} is not a JSON object")
     for name, value in document.items():
         kind = value[-1] if isinstance(value, list) and value else None
         if isinstance(kind, str) and os.path.basename(name) == name and name not in ("", ".", ".."):
             yield name, kind
 
 
-def in_every_step(models: Iterable[Model]) -> list[Model]:
-    """Return the models that run in every step: those with the usual names, else the largest."""
+def looping_models(models: Iterable[Model]) -> list[Model]:
+    """Return the models that run in every step: those with usual names, or else the largest."""
     filled = [model for model in models if model.nbytes]
     usual = [model for model in filled if model.name.startswith(LOOPS)]
     return usual or [max(filled, key=lambda model: model.nbytes)]

@@ -1,1 +1,1 @@
-"""Looking into a store's directory, without a store: survey, verification and repair."""
+"""Inspection of a store's directory without a store: survey, verification and repair."""

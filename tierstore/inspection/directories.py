@@ -1,6 +1,6 @@
-"""A store's directory: opened, locked, and read without following links.
+"""Opens, locks and lists a store's directory without following links.
 
-Each directory is opened in the one above it, so that no planted link leads out of the store.
+Each directory is opened relative to its parent, so a planted link cannot lead out of the store.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from tierstore.errors import StoreLockedError, TierStoreError, TransferError
 from tierstore.system.files import transfer_error, transfer_errors
-from tierstore.system.locking import describe_owner, sign_lock, try_lock
+from tierstore.system.locking import describe_owner, try_lock, write_owner
 from tierstore.system.objects import LOCK, MARKER, read_marker
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
@@ -31,9 +31,10 @@ _KINDS = {
 
 
 class Item(NamedTuple):
-    """An entry of the directory. `name` is its path from there; `inode` tells it from a successor.
+    """An entry of a store's directory.
 
-    Only regular files count bytes. `mode` has the permissions, as `chmod` takes them.
+    `name` is its path relative to the store; `inode` distinguishes it from a replacement. `nbytes`
+    is 0 unless it is a regular file. `mode` has the permission bits.
     """
 
     name: str
@@ -45,8 +46,8 @@ class Item(NamedTuple):
 
 
 @contextmanager
-def opened_below(parent: int, name: str) -> Iterator[int | None]:
-    """Open a directory in an open one; None if it is missing or is something else."""
+def open_below(parent: int, name: str) -> Iterator[int | None]:
+    """Open a directory in an open one; None if it is missing or is not a directory."""
     descriptor = None
     try:
         descriptor = os.open(name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
@@ -61,18 +62,18 @@ def opened_below(parent: int, name: str) -> Iterator[int | None]:
 
 
 @contextmanager
-def opened_parent(root: int, name: str) -> Iterator[int | None]:
-    """Open the directory that `name` lies in, never through a link; None if it is gone."""
+def open_parent(root: int, name: str) -> Iterator[int | None]:
+    """Open the parent directory of `name` without following links; None if it is missing."""
     with ExitStack() as stack:
         here: int | None = root
         for parent in name.split("/")[:-1]:
             if here is not None:
-                here = stack.enter_context(opened_below(here, parent))
+                here = stack.enter_context(open_below(here, parent))
         yield here
 
 
-def look_at(parent: int, leaf: str, name: str) -> Item | None:
-    """Describe `leaf` in an open directory, without opening it; None if it is missing."""
+def stat_item(parent: int, leaf: str, name: str) -> Item | None:
+    """Return the item of `leaf` in an open directory, without opening it; None if missing."""
     try:
         status = os.stat(leaf, dir_fd=parent, follow_symlinks=False)
     except FileNotFoundError:
@@ -81,7 +82,7 @@ def look_at(parent: int, leaf: str, name: str) -> Item | None:
 
 
 def item_of(status: os.stat_result, name: str) -> Item:
-    """Describe an entry by its status."""
+    """Return the item of an entry with this status."""
     kind = _KINDS.get(stat.S_IFMT(status.st_mode), "device")
     nbytes = status.st_size if kind == "file" else 0
     mode = stat.S_IMODE(status.st_mode)
@@ -89,19 +90,19 @@ def item_of(status: os.stat_result, name: str) -> Item:
 
 
 def items_in(descriptor: int, prefix: str) -> Iterator[tuple[str, Item]]:
-    """List an open directory, sorted by name."""
+    """Yield the entries of an open directory, sorted by name."""
     for leaf in sorted(os.listdir(descriptor)):
-        item = look_at(descriptor, leaf, prefix + leaf)
+        item = stat_item(descriptor, leaf, prefix + leaf)
         if item is not None:
             yield leaf, item
 
 
 def items_below(parent: int, name: str, prefix: str = "") -> Iterator[tuple[int, str, Item]]:
-    """List a directory in an open one; nothing if it is missing or is something else.
+    """Yield the entries of a directory in an open one; none if it is missing or not a directory.
 
-    Each entry comes with a descriptor of that directory, open until the next is asked for.
+    Each entry comes with a descriptor of that directory, which is valid until the iteration ends.
     """
-    with opened_below(parent, name) as descriptor:
+    with open_below(parent, name) as descriptor:
         if descriptor is not None:
             for leaf, item in items_in(descriptor, f"{prefix}{name}/"):
                 yield descriptor, leaf, item
@@ -111,12 +112,12 @@ def items_below(parent: int, name: str, prefix: str = "") -> Iterator[tuple[int,
 
 
 @contextmanager
-def opened_store(directory: str) -> Iterator[int]:
-    """Open a store's directory. Raises TierStoreError if there is none, or if it is no store."""
+def open_store(directory: str) -> Iterator[int]:
+    """Open a store's directory. Raises TierStoreError if it is missing or is not a store."""
     try:
         descriptor = os.open(directory, _DIRECTORY)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise TierStoreError(f"{directory} is no directory: {_ADVICE}") from error
+        raise TierStoreError(f"{directory} is not a directory: {_ADVICE}") from error
     except OSError as error:
         raise transfer_error(error, "opening", key=None, path=directory) from error
     try:
@@ -134,44 +135,44 @@ def _check_marker(directory: str) -> None:
     except PermissionError as error:
         raise transfer_error(error, "reading", key=None, path=f"{directory}/{MARKER}") from error
     except OSError as error:  # a link or a directory has taken its place
-        raise TierStoreError(f"{directory}/{MARKER} is no regular file: {_ADVICE}") from error
+        raise TierStoreError(f"{directory}/{MARKER} is not a regular file: {_ADVICE}") from error
     if marker is None:
-        raise TierStoreError(f"{directory} is no store, as it has no {MARKER}: {_ADVICE}")
+        raise TierStoreError(f"{directory} is not a store, because it has no {MARKER}: {_ADVICE}")
 
 
 @contextmanager
-def only_user(directory: str) -> Iterator[int]:
+def locked_store(directory: str) -> Iterator[int]:
     """Open a store's directory and hold its lock, as a live store does.
 
     Raises StoreLockedError, TierStoreError or TransferError.
     """
-    with opened_store(directory) as root:
+    with open_store(directory) as root:
         with transfer_errors("opening", path=f"{directory}/{LOCK}"):
             descriptor = os.open(LOCK, _LOCK_FLAGS, 0o600, dir_fd=root)
         try:
-            _take(descriptor, directory)
+            _acquire_lock(descriptor, directory)
             yield root
         finally:
             os.close(descriptor)
 
 
-def _take(descriptor: int, directory: str) -> None:
+def _acquire_lock(descriptor: int, directory: str) -> None:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        # Our process id is written into it: never into a file that has another name elsewhere.
+        # Our process id is written into it, so it must not be a file with another name elsewhere.
         raise TransferError(
-            f"{directory}/{LOCK} is no regular file with only this name: remove it by hand if no "
+            f"{directory}/{LOCK} is not a regular file with a single name: remove it by hand if no "
             f"store uses {directory}"
         )
     if not try_lock(descriptor):
         raise StoreLockedError(
-            f"{directory} is in use by {describe_owner(descriptor)}: close that store first (end "
-            "that process), then try again"
+            f"{directory} is in use by {describe_owner(descriptor)}: close that store, or end that "
+            "process, then try again"
         )
     try:
-        sign_lock(descriptor)
+        write_owner(descriptor)
     except OSError as error:
-        # A full disk has no room for our name, and removing must still make room. The lock is ours,
-        # and each removal is synced by itself.
+        # On a full disk our name cannot be written, but removing files must still work. The lock is
+        # held in any case, and each removal is synced separately.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise transfer_error(error, "writing", key=None, path=f"{directory}/{LOCK}") from error

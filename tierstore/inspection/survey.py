@@ -1,7 +1,7 @@
-"""A survey of a store's directory, which takes no lock and changes nothing.
+"""Surveys a store's directory, without a lock and without changes.
 
-Only regular files with the store's own names are opened. A file that vanishes meanwhile was removed
-or replaced by a live store.
+Only regular files with the store's own names are opened. A file that disappears meanwhile was
+removed or replaced by a live store.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tierstore.inspection.directories import (
     item_of,
     items_below,
     items_in,
-    look_at,
-    opened_below,
-    opened_parent,
-    opened_store,
+    open_below,
+    open_parent,
+    open_store,
+    stat_item,
 )
 from tierstore.model.groups import TensorSpec
 from tierstore.model.header import KEY
@@ -46,17 +46,17 @@ from tierstore.system.objects import (
     entries_of,
     fetch_header,
     fetch_headers,
-    fetching,
+    header_threads,
     is_regular,
     object_name,
 )
 from tierstore.tiers.directory import SPILL_NAME, TEMPORARY_NAME
 
 QUARANTINE = "quarantine"
-"""The directory for damaged objects. No store ever reads it."""
+"""The directory for damaged objects. Stores never read it."""
 
 NOTE_SUFFIX = ".note.json"
-"""The end of the name of a note, which lies beside each object in quarantine."""
+"""Suffix of the note beside each object in quarantine."""
 
 _DIRECTORY_NAME = re.compile(rf"{TEMPORARY}|{OBJECTS}(/{SHARD_NAME.pattern})?")
 _FILE_NAME = re.compile(rf"{LOCK}|{OBJECTS}/{SHARD_NAME.pattern}/{OBJECT_NAME.pattern}")
@@ -76,10 +76,10 @@ _HEAD = 1 << 16
 
 @dataclass(frozen=True)
 class Problem:
-    """Why an object cannot be used.
+    """The reason why an object cannot be used.
 
-    `damaged` is False if it could not be read: it may be whole, so it is never pruned. `passing`
-    means that the machine was short of something, which says nothing about the file.
+    `damaged` is False if it could not be read: it may be intact, so it is never pruned. `transient`
+    is True if the machine lacked a resource, which implies nothing about the file.
     """
 
     reason: str
@@ -87,16 +87,16 @@ class Problem:
     expected: str | None = None
     found: str | None = None
     tensor: str | None = None
-    passing: bool = False
+    transient: bool = False
 
     def described(self) -> dict[str, str | None]:
-        """Return the facts about it, for a JSON document."""
+        """Return its fields for a JSON document."""
         return {name: getattr(self, name) for name in ("reason", "tensor", "expected", "found")}
 
 
 @dataclass(frozen=True)
 class Group:
-    """An object file and what its header says: `stored`, or else a `problem`."""
+    """An object file, with the contents of its header (`stored`) or a `problem`."""
 
     item: Item
     key: str | None
@@ -105,30 +105,31 @@ class Group:
 
     @property
     def state(self) -> str:
-        """One word: whether the group can be used, as far as its header says."""
+        """Its state according to the header: "ok", "damaged" or "unreadable"."""
         if self.problem is None:
             return "ok"
         return "damaged" if self.problem.damaged else "unreadable"
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Its tensors; none if the header is invalid."""
+        """Tensors of the group; none if the header is invalid."""
         blocks = self.stored.packing.blocks if self.stored else ()
         return tuple(tensor for block in blocks for tensor in block.views)
 
 
 @dataclass
 class Contents:
-    """Everything in a store's directory. `locked_by` names the live process that uses it.
+    """The contents of a store's directory.
 
-    `exposed` are files and directories of the store that other users may read or change. `free` are
-    the bytes left on the file system.
+    `foreign` are entries that tierstore did not write. `exposed` are files and directories of the
+    store that other users may read or change. `locked_by` names the live process that uses the
+    directory. `free` is the number of bytes left on the file system.
     """
 
     directory: str
     groups: list[Group] = field(default_factory=list)
     temporary: list[Item] = field(default_factory=list)
-    stray: list[Item] = field(default_factory=list)
+    foreign: list[Item] = field(default_factory=list)
     quarantine: list[Item] = field(default_factory=list)
     exposed: list[Item] = field(default_factory=list)
     locked_by: str | None = None
@@ -136,83 +137,83 @@ class Contents:
 
     @property
     def unusable(self) -> list[Group]:
-        """The objects that cannot be used."""
+        """Objects that cannot be used."""
         return [group for group in self.groups if group.problem is not None]
 
     @property
     def damaged(self) -> list[Group]:
-        """The objects that are known to be damaged."""
+        """Objects that are known to be damaged."""
         return [group for group in self.groups if group.state == "damaged"]
 
     @property
-    def in_the_way(self) -> list[Group]:
-        """Entries that take a place of the store's own files and directories."""
-        found = ((item, _in_the_way(self.directory, item)) for item in self.stray)
+    def obstructions(self) -> list[Group]:
+        """Foreign entries in place of the store's own files and directories."""
+        found = ((item, _obstruction(self.directory, item)) for item in self.foreign)
         return [Group(item, None, None, problem) for item, problem in found if problem is not None]
 
     @property
-    def put_away(self) -> list[Item]:
-        """Entries in quarantine, without the notes on them."""
+    def quarantined(self) -> list[Item]:
+        """Objects in quarantine, without their notes."""
         return [item for item in self.quarantine if not item.name.endswith(NOTE_SUFFIX)]
 
-    def own(self, item: Item) -> None:
-        """Add one of the store's own files or directories."""
+    def add_own(self, item: Item) -> None:
+        """Note one of the store's own files or directories, in case it is exposed."""
         if item.mode & _OTHERS:
             self.exposed.append(item)
 
-    def sort(self, item: Item, ours: re.Match[str] | None) -> None:
-        """Add a temporary file if the name is one of ours, or else a stray entry."""
+    def classify(self, item: Item, ours: re.Match[str] | None) -> None:
+        """Add an entry as temporary if it is a file with a name of ours, else as foreign."""
         is_ours = ours is not None and item.kind == "file"
-        (self.temporary if is_ours else self.stray).append(item)
+        (self.temporary if is_ours else self.foreign).append(item)
 
 
 def total(items: Iterable[Item]) -> int:
-    """Add up the bytes of some files."""
+    """Return the total bytes of some files."""
     return sum(item.nbytes for item in items)
 
 
-# Looking through a directory ----------------------------------------------------------------------
+# Walking a directory ------------------------------------------------------------------------------
 
 
 def survey(directory: str) -> Contents:
     """Survey a store's directory. Raises TierStoreError."""
     contents = Contents(directory)
-    with opened_store(directory) as root:
+    with open_store(directory) as root:
         with transfer_errors("reading", path=directory), paused():
             _walk(contents, root)
-            room = os.fstatvfs(root)
-        contents.free = room.f_bavail * room.f_frsize
+            status = os.fstatvfs(root)
+        contents.free = status.f_bavail * status.f_frsize
         contents.locked_by = is_locked(directory)
     return contents
 
 
 def _walk(contents: Contents, root: int) -> None:
-    here = look_at(root, ".", ".")
-    if here is not None and here.mode & _OTHERS_WRITE:  # what is in it has modes of its own
+    here = stat_item(root, ".", ".")
+    if here is not None and here.mode & _OTHERS_WRITE:  # its entries have their own modes
         contents.exposed.append(here)
     for leaf, item in items_in(root, ""):
         if (leaf, item.kind) not in _OWN:
-            contents.sort(item, SPILL_NAME.fullmatch(leaf))
+            contents.classify(item, SPILL_NAME.fullmatch(leaf))
             continue
-        contents.own(item)
+        contents.add_own(item)
         if leaf == OBJECTS:
             _walk_objects(contents, root)
         elif leaf == TEMPORARY:
             for _, name, found in items_below(root, TEMPORARY):
-                contents.sort(found, TEMPORARY_NAME.fullmatch(name))
+                contents.classify(found, TEMPORARY_NAME.fullmatch(name))
         elif leaf == QUARANTINE:
             contents.quarantine += (found for _, _, found in items_below(root, QUARANTINE))
 
 
 def _walk_objects(contents: Contents, root: int) -> None:
     reader = HeaderReader()
-    with fetching() as pool:
+    with header_threads() as pool:
         for objects, shard, item in items_below(root, OBJECTS):
             if item.kind != "directory" or not SHARD_NAME.fullmatch(shard):
-                contents.stray.append(item)
+                contents.foreign.append(item)
                 continue
-            contents.own(item)
-            with opened_below(objects, shard) as descriptor:
+            contents.add_own(item)
+            with open_below(objects, shard) as descriptor:
                 if descriptor is not None:
                     _walk_shard(contents, descriptor, item.name, pool, reader)
 
@@ -224,33 +225,33 @@ def _walk_shard(
     for entry in entries_of(shard):
         if OBJECT_NAME.fullmatch(entry.name) and is_regular(entry):
             objects.append(entry)
-        elif item := look_at(shard, entry.name, f"{name}/{entry.name}"):
-            contents.stray.append(item)
+        elif item := stat_item(shard, entry.name, f"{name}/{entry.name}"):
+            contents.foreign.append(item)
     headers = fetch_headers(shard, os.path.join(contents.directory, name), objects, pool)
     for entry, header in zip(objects, headers, strict=True):
         at, status = f"{name}/{entry.name}", header.status
-        item = look_at(shard, entry.name, at) if status is None else item_of(status, at)
+        item = stat_item(shard, entry.name, at) if status is None else item_of(status, at)
         if item is None:
             continue
-        if item.kind != "file":  # it has just taken the place of one
-            contents.stray.append(item)
+        if item.kind != "file":  # it has just replaced a file
+            contents.foreign.append(item)
         elif group := _group_in(shard, item, header, reader):
-            contents.own(item)
+            contents.add_own(item)
             contents.groups.append(group)
 
 
 def find_group(directory: str, key: str, root: int | None = None) -> Group | None:
-    """Find the group of a key, or what is left of it; None if no file has the name of that key.
+    """Find the group of a key, damaged or not; None if its file does not exist.
 
     `root` is a descriptor of the directory, if it is open already.
     """
     name = _path_of(key)
     with (
-        opened_store(directory) if root is None else nullcontext(root) as store,
+        open_store(directory) if root is None else nullcontext(root) as store,
         transfer_errors("reading", path=directory),
-        opened_parent(store, name) as shard,
+        open_parent(store, name) as shard,
     ):
-        item = None if shard is None else look_at(shard, os.path.basename(name), name)
+        item = None if shard is None else stat_item(shard, os.path.basename(name), name)
         if shard is None or item is None or item.kind != "file":
             return None
         return _read_group(directory, shard, item)
@@ -269,9 +270,9 @@ def _group_in(shard: int, item: Item, header: FetchedHeader, reader: HeaderReade
         return None
     except TransferError as error:
         return Group(item, None, None, _problem(error, item))
-    except Exception as error:  # one file that trips the reader must not hide all others
-        reason = f"{path} cannot be understood ({type(error).__name__})"
-        problem = Problem(reason, damaged=False, passing=isinstance(error, MemoryError))
+    except Exception as error:  # an error in one file must not hide all others
+        reason = f"{path} cannot be parsed ({type(error).__name__})"
+        problem = Problem(reason, damaged=False, transient=isinstance(error, MemoryError))
         return Group(item, None, None, problem)
     if found.error is None:
         return Group(item, found.stored.key if found.stored else None, found.stored, None)
@@ -280,7 +281,7 @@ def _group_in(shard: int, item: Item, header: FetchedHeader, reader: HeaderReade
 
 
 def _claimed_key(shard: int, item: Item) -> str | None:
-    """Guess the key of an invalid header; the file's name tells whether it is right."""
+    """Return the key in an invalid header, if the file's name confirms it."""
     try:
         descriptor = os.open(os.path.basename(item.name), READ, dir_fd=shard)
         with os.fdopen(descriptor, "rb") as file:
@@ -300,15 +301,15 @@ def _problem(error: TransferError, item: Item) -> Problem:
     expected, found = getattr(error, "expected", None), getattr(error, "found", None)
     if damaged and expected is None and error.key and _path_of(error.key) != item.name:
         expected, found = _path_of(error.key), item.name
-    return Problem(str(error), damaged, expected, found, passing=is_passing(error.__cause__))
+    return Problem(str(error), damaged, expected, found, transient=is_transient(error.__cause__))
 
 
-def is_passing(error: BaseException | None) -> bool:
-    """Whether an error says nothing about the file, as the machine was short of something."""
+def is_transient(error: BaseException | None) -> bool:
+    """Return whether an error was a shortage of the machine, which implies nothing of the file."""
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 
-def _in_the_way(directory: str, item: Item) -> Problem | None:
+def _obstruction(directory: str, item: Item) -> Problem | None:
     if _FILE_NAME.fullmatch(item.name):
         expected = "file"
     elif _DIRECTORY_NAME.fullmatch(item.name):
@@ -316,5 +317,5 @@ def _in_the_way(directory: str, item: Item) -> Problem | None:
     else:
         return None
     path = os.path.join(directory, item.name)
-    reason = f"{path} is no {expected} of the store: move it away"
+    reason = f"{path} is not a {expected}, as it must be in a store: move it away"
     return Problem(reason, damaged=True, expected=expected, found=item.kind)

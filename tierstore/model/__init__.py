@@ -1,5 +1,5 @@
-"""DESCRIBE: the frozen data that every other layer speaks in.
+"""DESCRIBE: the immutable data types shared by all other layers.
 
-Nothing here imports torch, starts a thread or opens a file (but for `sizes`, which asks the
-machine how much memory it has).
+This package does not import torch, start threads or open files. The exception is `sizes`, which
+reads the machine's memory limits.
 """

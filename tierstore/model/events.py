@@ -1,10 +1,10 @@
-"""What can happen to a planner: the only way into it.
+"""Events: the only input of a planner.
 
-An event says what a caller wants, or what became of an instruction; `Planner.handle` answers with
-the instructions that follow. Events are data: the list of all events of a store, with the time of
-each, is a record from which every decision can be made again (see `tierstore.observe.event_log`).
+An event reports a caller's request or the result of an instruction; `Planner.handle` returns the
+instructions that follow from it. Events are plain data, so a log of a store's events with their
+times is enough to replay every decision (see `tierstore.observe.event_log`).
 
-Sizes are in bytes and times in seconds of one clock.
+Sizes are in bytes; times are in seconds of one clock.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from tierstore.model.groups import GroupId
 from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 
-# What there is ----------------------------------------------------------------------------------
+# Registration -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A group is on `tier`, a persistent one: in a file of the store's own, or of the user's.
+    """A group exists on `tier`, a persistent one: in a file of the store or of the user.
 
-    A file of the user's is `backing`: the store may not remove it, and its bytes do not count. If
-    the group is `shared`, its copies in host memory are another process's, and read-only: they
-    count against what `SharedBudgetChanged` allows. What is shared is `backing`, and never changed.
+    If `backing` is True, the file is the user's: the store must not remove it, and its bytes do not
+    count against a budget. If `shared` is True, the copies in host memory are read-only and belong
+    to another process; they count against the budget of `SharedBudgetChanged`. A shared group is
+    always `backing` and never changed.
     """
 
     group: GroupId
@@ -36,12 +37,15 @@ class Registered:
 
 @dataclass(frozen=True, slots=True)
 class RecoveredGroup:
-    """What is true of a group, whatever a planner may have believed.
+    """The actual state of a group, from which a new planner is built after a failed step.
 
-    `tiers` are those on which there is a copy, complete or not, or room for the put that has
-    `claimed` it; `moves` are the copies under way, from and to where. A lease has an access, and is
-    permanent or not. Of a group that is not `visible`, readers see a newer generation, or none. If
-    it is `shared`, its copies in host memory are another process's.
+    Attributes:
+        tiers: the tiers with a copy, complete or not, or with memory reserved for a put.
+        moves: the copies in progress, as (source, destination).
+        leases: the leases, each as its access and whether it is permanent.
+        visible: False if readers see a newer generation, or none.
+        claimed: True if a put has reserved memory and not filled it yet.
+        shared: True if the copies in host memory belong to another process.
     """
 
     group: GroupId
@@ -60,7 +64,7 @@ class RecoveredGroup:
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """After a step that was cut short, a new planner begins with these groups, the oldest first."""
+    """A new planner starts with these groups, oldest first, after a step was interrupted."""
 
     groups: tuple[RecoveredGroup, ...]
 
@@ -70,7 +74,7 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A caller wants to put a group, and needs room in host memory. See `Planner.granted`."""
+    """A caller wants to put a group and needs host memory for it. See `Planner.granted`."""
 
     group: GroupId
     nbytes: int
@@ -79,7 +83,7 @@ class Claimed:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """The room that was granted to a claim has the bytes now."""
+    """The caller has filled the memory that was granted to its claim."""
 
     group: GroupId
 
@@ -89,9 +93,9 @@ class Filled:
 
 @dataclass(frozen=True, slots=True)
 class Demanded:
-    """Somebody insists on the group on the fastest tier, until it is `Leased` or `Withdrawn`.
+    """A caller waits for the group on the fastest tier, until it is `Leased` or `Withdrawn`.
 
-    `stream` is the number of a thread, or of whatever else uses one group after another.
+    `stream` identifies a sequence of uses, such as a thread.
     """
 
     group: GroupId
@@ -100,16 +104,16 @@ class Demanded:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """One demand, or a claim that was not filled, is taken back."""
+    """A caller cancels one demand, or a claim that it has not filled."""
 
     group: GroupId
 
 
 @dataclass(frozen=True, slots=True)
 class Leased:
-    """The group, which was `leasable`, is lent: one demand is met, if it had to be `demanded`.
+    """A `leasable` group was leased. If it was `demanded`, this satisfies one demand.
 
-    Nobody may wait for the room of what is lent permanently. `stream` is as in `Demanded`.
+    No request may wait for the memory of a permanent lease. `stream` is as in `Demanded`.
     """
 
     group: GroupId
@@ -121,14 +125,14 @@ class Leased:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnded:
-    """Who went by this number is gone, and nobody else will use groups in the same order."""
+    """A stream has ended, so its learned order can be dropped."""
 
     stream: int
 
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """A lease comes back."""
+    """A lease was released."""
 
     group: GroupId
     access: Access
@@ -140,7 +144,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class HostDemanded:
-    """Somebody wants to hold the group in host memory, until `HostLeased` or `HostWithdrawn`."""
+    """A caller waits for the group in host memory, until it is `HostLeased` or `HostWithdrawn`."""
 
     group: GroupId
     purpose: HostAccess
@@ -148,7 +152,7 @@ class HostDemanded:
 
 @dataclass(frozen=True, slots=True)
 class HostWithdrawn:
-    """One of those who wanted to hold the group does so no more."""
+    """A caller cancels one host demand."""
 
     group: GroupId
     purpose: HostAccess
@@ -156,10 +160,10 @@ class HostWithdrawn:
 
 @dataclass(frozen=True, slots=True)
 class HostLeased:
-    """The copy in host memory, which was `host_leasable`, is lent to one who demanded it.
+    """A `host_leasable` copy in host memory was leased to one of the callers that demanded it.
 
-    If it is to be changed it is the only one then; but copies of it may be made meanwhile, by who
-    knows when it does not change. `stream` is as in `Demanded`.
+    If the lease is for writing, this copy is the only valid one. A caller that knows when the copy
+    does not change may still copy from it. `stream` is as in `Demanded`.
     """
 
     group: GroupId
@@ -169,7 +173,7 @@ class HostLeased:
 
 @dataclass(frozen=True, slots=True)
 class HostReleased:
-    """What was lent in host memory comes back."""
+    """A lease in host memory was released."""
 
     group: GroupId
 
@@ -179,7 +183,10 @@ class HostReleased:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """The caller hopes to use these next, in this order, on tier `highest` (None: the fastest)."""
+    """A prefetch hint: these groups are used next, in this order.
+
+    `highest` is the fastest tier to fetch them to (None: the fastest of the store).
+    """
 
     groups: tuple[GroupId, ...]
     highest: Tier | None = None
@@ -187,53 +194,63 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Offloaded:
-    """The copy on the fastest tier is not needed: it goes, saved first if it is the only one."""
+    """The copy on the fastest tier is no longer needed: it is dropped, after saving if unsaved."""
 
     group: GroupId
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryReleased:
-    """No copy in memory is needed of a group that is saved: they go once nobody uses them."""
+    """Copies of a saved group in memory are no longer needed: drop each once it is not leased."""
 
     group: GroupId
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceVacated:
-    """The memory of the fastest tier is wanted by others: what nobody uses there goes, if another
-    tier has it, and nothing is fetched early before the next use."""
+    """Others need the memory of the fastest tier.
+
+    Drops every copy there that is not leased and has a copy on another tier. Nothing is prefetched
+    before the next use.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class MadeSticky:
-    """The group should stay in host memory: others give up their room first."""
+    """The group should stay in host memory: evict all others first."""
 
     group: GroupId
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetChanged:
-    """The fastest tier has so many bytes from now on. If those are fewer, copies go that nobody
-    uses and another tier has; the tier keeps room for what is left, and for its largest group."""
+    """The budget of the fastest tier changed.
+
+    If it shrank, drops copies that are not leased and have a copy on another tier. The budget never
+    falls below the remaining copies, nor below the largest group of the tier.
+    """
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class SharedBudgetChanged:
-    """Copies of shared groups in host memory may take so many bytes together from now on; none
-    before the first such event. If those are fewer, copies go that nobody uses; what is in use goes
-    when that is over, and until then nothing comes instead."""
+    """The total budget of shared groups in host memory changed. It is 0 before the first event.
+
+    If it shrank, drops copies that are not leased. Leased copies are dropped when they are
+    released; until then, no other copy is made in their place.
+    """
 
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryBorrowed:
-    """The runner of a loop wants so many bytes of a tier in memory, all in all, that no copy takes;
-    0 gives all of it back. Copies that nobody uses and another tier has make room. If that is not
-    enough, nothing is borrowed: see `Planner.borrowed`."""
+    """A loop runner reserves a total of `nbytes` bytes of a tier for itself; 0 returns them all.
+
+    Copies that are not leased and have a copy on another tier are evicted. If that frees too
+    little, nothing is reserved: see `Planner.carved_out`.
+    """
 
     tier: Tier
     nbytes: int
@@ -241,39 +258,41 @@ class MemoryBorrowed:
 
 @dataclass(frozen=True, slots=True)
 class SaveRequested:
-    """Somebody waits for the group to be on a persistent tier. See `Planner.saved`."""
+    """A caller waits until the group is on a persistent tier. See `Planner.saved`."""
 
     group: GroupId
 
 
 @dataclass(frozen=True, slots=True)
 class SpillAdvised:
-    """The group will have to make room soon, so it may be saved already. If that fails, only those
-    who wait for room are told."""
+    """The group will be evicted soon, so it may be saved ahead of time.
+
+    If that fails, the error is raised only for requests that wait for memory.
+    """
 
     group: GroupId
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorReported:
-    """The error of a save was told to who waited: the group can be used again."""
+    """The error of a save was raised for its waiters: the group can be used again."""
 
     group: GroupId
 
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """The group is forgotten; its copies go as soon as nothing uses them."""
+    """The group was discarded. Its copies are dropped as soon as they are not leased."""
 
     group: GroupId
 
 
-# What became of instructions --------------------------------------------------------------------
+# Results of instructions ------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The last bytes of a copy move: soon its hop has nothing to do."""
+    """The last bytes of a copy are moving, so its hop will soon be idle."""
 
     group: GroupId
     src: Tier
@@ -282,8 +301,11 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A copy is complete. If it is not `timed`, it is only queued so far, for who uses it in order
-    with the device, and `TransferMeasured` tells later how long it took."""
+    """A copy is complete.
+
+    If it is not `timed`, it is only queued on the device so far, and may be used in device order.
+    `TransferMeasured` reports later how long it took.
+    """
 
     group: GroupId
     src: Tier
@@ -293,7 +315,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A copy could not be made: that on `src` is still valid, there is none on `dst`."""
+    """A copy failed: the one on `src` is still valid, and there is none on `dst`."""
 
     group: GroupId
     src: Tier
@@ -303,7 +325,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class TransferMeasured:
-    """So many bytes of a copy moved between these times."""
+    """`nbytes` bytes of a copy moved between these times."""
 
     src: Tier
     dst: Tier
@@ -314,7 +336,7 @@ class TransferMeasured:
 
 @dataclass(frozen=True, slots=True)
 class UseMeasured:
-    """On the device a use of a group began, for which it had waited since it was `asked` for."""
+    """The device began to use a group at `began`. It had been requested at `asked`."""
 
     group: GroupId
     asked: float

@@ -1,4 +1,4 @@
-"""Packages that only some uses need: where one is missing, the error says how to install it."""
+"""Optional dependencies: the error for a missing package says how to install it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ _FOR_DEVELOPERS = {"all", "docs", "test"}
 
 
 def requirements() -> dict[str, str]:
-    """Return the packages that this one needs, by name, each with the extra that brings it ("" if
-    it always comes along), as the metadata of the installed package has it."""
+    """Return the dependencies of the installed package: the name of each, and its extra.
+
+    The extra is "" for a required dependency.
+    """
     try:
         lines = metadata.requires("tierstore") or []
-    except metadata.PackageNotFoundError:  # the source lies on the path, and nothing is installed
+    except metadata.PackageNotFoundError:  # run from the source tree, without installation
         return {}
     parsed = [found.groups() for line in lines if (found := _REQUIREMENT.match(line))]
     return {
@@ -30,9 +32,9 @@ def _normalized(name: str) -> str:
 
 @contextmanager
 def extra_for(doing: str) -> Iterator[None]:
-    """A package that is missing inside is told with how to install it: a ModuleNotFoundError.
+    """Add the `pip install` command to a ModuleNotFoundError raised in the block.
 
-    `doing` begins a sentence that goes on with what it takes.
+    `doing` completes the message "the package needed …", as in "to read a GGUF file".
     """
     try:
         yield
@@ -42,7 +44,7 @@ def extra_for(doing: str) -> Iterator[None]:
         if not extra:
             raise
         raise ModuleNotFoundError(
-            f"{doing} takes a package that is missing ({missing}): "
+            f"the package needed {doing} is not installed ({missing}): "
             f"pip install 'tierstore[{extra}]'",
             name=missing,
         ) from error

@@ -11,7 +11,7 @@ from datetime import datetime
 
 
 class Units(enum.Enum):
-    """Powers of 1000, as most sizes are written, or powers of 1024."""
+    """Decimal units (powers of 1000) and binary units (powers of 1024)."""
 
     DECIMAL = (1000, ("KB", "MB", "GB", "TB", "PB", "EB"))
     BINARY = (1024, ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"))
@@ -40,14 +40,14 @@ def size(nbytes: float, units: Units = Units.BINARY) -> str:
 
 
 def at_least(nbytes: int, units: Units = Units.DECIMAL) -> str:
-    """Format a size of at least so many bytes in three digits, for `parse_size` to read.
+    """Round a size up to three digits and format it for `parse_size`.
 
     >>> at_least(1_052_672), at_least(507_010_000), at_least(1 << 30, Units.BINARY)
     ('1.06MB', '508MB', '1GiB')
     """
     base, names = units.value
     scale, unit = 1, "B"
-    for name in names[:4]:  # a budget is written in nothing larger
+    for name in names[:4]:  # the units that `parse_size` reads
         if nbytes >= scale * base:
             scale, unit = scale * base, name
     step = 1 if nbytes < 10 * scale else 10 if nbytes < 100 * scale else 100
@@ -56,7 +56,7 @@ def at_least(nbytes: int, units: Units = Units.DECIMAL) -> str:
 
 
 def units_of(budget: int) -> Units:
-    """Guess the units in which a budget was written: those in which it takes fewer digits.
+    """Guess the units in which the user wrote a budget: those that need fewer digits.
 
     >>> [units_of(n).name for n in (19_996_672, 598_016, 128 << 20, 24 << 30, 10_312_466_432)]
     ['DECIMAL', 'DECIMAL', 'BINARY', 'BINARY', 'DECIMAL']
@@ -70,7 +70,7 @@ def units_of(budget: int) -> Units:
     value = budget
     while value and value % 1024 == 0:
         value //= 1024
-    is_binary = budget % _MIB == 0 or budget < _MIB  # else it is nobody's but auto's
+    is_binary = budget % _MIB == 0 or budget < _MIB  # else it comes from "auto"
     return Units.BINARY if is_binary and len(str(value)) <= decimal else Units.DECIMAL
 
 
@@ -89,17 +89,17 @@ def count(number: int, noun: str) -> str:
 
 
 def first_of(names: Sequence[str]) -> str:
-    """Format a few of some names, and the number of the others.
+    """Format up to three names, and the number of the rest.
 
     >>> first_of(["a"]), first_of(list("abcde"))
     ("'a'", "'a', 'b', 'c' and 2 more")
     """
-    told = ", ".join(map(repr, names[:3]))
-    return f"{told} and {len(names) - 3} more" if len(names) > 3 else told
+    first = ", ".join(map(repr, names[:3]))
+    return f"{first} and {len(names) - 3} more" if len(names) > 3 else first
 
 
 def printable(text: str) -> str:
-    """Escape all that could steer a terminal or hide: controls, marks of direction.
+    """Escape characters that could control a terminal or hide text, such as bidi marks.
 
     >>> print(printable("red \\x1b[31m"))
     red \\x1b[31m
@@ -112,11 +112,11 @@ def printable(text: str) -> str:
 
 
 _AGES = 100 * 365 * 86400
-"""Seconds. A file that seems older has a wrong time."""
+"""Seconds. A file with an older time has a wrong time."""
 
 
 def moment(seconds: float) -> str:
-    """Format a moment as local time; "?" for one that no calendar has, as of a damaged file."""
+    """Format a Unix time as local time; "?" if it is out of range, as in a damaged file."""
     try:
         return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M")
     except (OverflowError, ValueError, OSError):
@@ -128,7 +128,7 @@ _UNITS = ((365 * 86400, "year"), (30 * 86400, "month"), (7 * 86400, "week"), (86
 
 
 def ago(seconds: float, now: float | None = None) -> str:
-    """Format the age of a moment (in seconds since 1970); one that is not past, as a date."""
+    """Format the age of a Unix time. A time in the future is formatted as a date."""
     past = (time.time() if now is None else now) - seconds
     if not 0 <= past < _AGES:
         return moment(seconds)
@@ -139,7 +139,7 @@ def ago(seconds: float, now: float | None = None) -> str:
 
 
 def decimals(numbers: Iterable[float]) -> int:
-    """Return the decimals for a column of numbers: three digits of the smallest but zero.
+    """Return the decimals for a column of numbers: three digits of the smallest nonzero one.
 
     >>> decimals([0.3, 0.301]), decimals([12.0, 0.0]), decimals([350.0]), decimals([0.06, 1e-9])
     (3, 1, 0, 4)
@@ -149,7 +149,7 @@ def decimals(numbers: Iterable[float]) -> int:
 
 
 def width(text: str) -> int:
-    """Return the columns of a text in a terminal: none for a mark, two for a wide letter."""
+    """Return the width of a text in terminal columns: 0 for a combining mark, 2 if wide."""
     if text.isascii():
         return len(text)
     return sum(
@@ -159,17 +159,17 @@ def width(text: str) -> int:
 
 
 def shorten(text: str, columns: int, ellipsis: str = "…") -> str:
-    """Cut a text to some columns, from its middle: both ends of a key are needed to tell it apart.
+    """Shorten a text to a width by cutting its middle, since both ends of a key identify it.
 
     >>> shorten("transformer.layers.11.attention", 15)
     'transfo…tention'
     """
     if width(text) <= columns:
         return text
-    room = max(columns - width(ellipsis), 0)
+    kept = max(columns - width(ellipsis), 0)
     head, tail = text, text
-    while width(head) > room - room // 2:
+    while width(head) > kept - kept // 2:
         head = head[:-1]
-    while width(tail) > room // 2:
+    while width(tail) > kept // 2:
         tail = tail[1:]
     return f"{head}{ellipsis}{tail}"

@@ -1,10 +1,10 @@
-"""Groups of tensors, how they lie packed in memory, and where their bytes lie in files.
+"""Groups of tensors: their layout in memory, and the location of their bytes in files.
 
-A *group* is what moves together. In memory it is one packed run of bytes in which every tensor
-has an offset. `pack` lays out tensors that came from memory: each at a multiple of 256 bytes, as
-devices want it (and so at a multiple of 64, as CPU allocations have it: the last bits of a matrix
-product depend on that). What comes from a file keeps its offset modulo the page instead, as a
-memory map of the file would have it, so a direct read needs no copy (`place`).
+A *group* is the unit of transfer. In memory it is one packed run of bytes, in which every tensor
+has an offset. `pack` lays out tensors from memory, each at a multiple of 256 bytes, as devices
+require (which is also a multiple of 64, the alignment of CPU allocations: the last bits of a matrix
+product depend on it). Tensors from a file keep their file offset modulo the page instead, as in a
+memory map of the file, so a direct read needs no copy (`place`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ ALIGNMENT = 256
 
 
 class GroupId(NamedTuple):
-    """One generation of a group: what is put under a key again is another group, and the one that
-    it replaces lives on for as long as somebody uses it. A `str` is always a user's key.
+    """One generation of a group.
+
+    Putting a key again creates another generation; the replaced one lives on while it is leased.
+    Throughout the code, a plain `str` is a user's key.
     """
 
     key: str
@@ -32,7 +34,7 @@ class GroupId(NamedTuple):
 
 
 NO_GROUP = GroupId("", -1)
-"""Stands where there is none."""
+"""Placeholder for no group."""
 
 DTYPE_SIZES = {
     "BOOL": 1,
@@ -56,14 +58,16 @@ DTYPE_SIZES = {
     "F64": 8,
     "C64": 8,
 }
-"""Bytes per element of each dtype, under the names that the safetensors format gives them. An
-element is one of torch: two numbers of four bits are one."""
+"""Bytes per torch element of each dtype, by its safetensors name.
+
+Two 4-bit numbers are one element.
+"""
 
 PACKED = {"F4": 2}
-"""How many numbers torch has in one element, where the format counts each in the last dimension."""
+"""Numbers per torch element, for dtypes whose numbers safetensors counts individually."""
 
 NOT_IN_TORCH = ("F6_E2M3", "F6_E3M2")
-"""Dtypes that the format has, and torch has not."""
+"""Dtypes of the safetensors format that torch does not have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +86,23 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes from the first element to the last, gaps of the stride included."""
+        """Bytes from the first element to the last, including gaps between strided elements."""
         return span(self.dtype, self.shape, self.stride)
 
     def moved(self, by: int) -> TensorSpec:
-        """The same tensor, so many bytes further on."""
+        """Return the tensor, with `by` bytes added to its offset."""
         if not by:
             return self
         return TensorSpec(self.name, self.dtype, self.shape, self.stride, self.offset + by)
 
     def renamed(self, old: str, new: str) -> TensorSpec:
-        """The same tensor, with `new` for `old` in its name."""
+        """Return the tensor, with `old` replaced by `new` in its name."""
         name = self.name.replace(old, new)
         return TensorSpec(name, self.dtype, self.shape, self.stride, self.offset)
 
 
 def span(dtype: str, shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Bytes of storage between the first and the last element, both included."""
+    """Return the bytes of storage from the first to the last element, inclusive."""
     if 0 in shape:
         return 0
     last = sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
@@ -106,7 +110,7 @@ def span(dtype: str, shape: Sequence[int], stride: Sequence[int]) -> int:
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The stride, in elements, of a C-contiguous tensor of this shape."""
+    """Return the stride, in elements, of a C-contiguous tensor of this shape."""
     stride = []
     step = 1
     for size in reversed(shape):
@@ -117,7 +121,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ByteRun:
-    """Bytes that go from the host to the device in one piece."""
+    """Contiguous bytes that are copied from the host to the device in one call."""
 
     host_offset: int
     device_offset: int
@@ -126,7 +130,7 @@ class ByteRun:
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """What moves together: `nbytes` is what one copy takes on any tier, the size of its slot."""
+    """A unit of transfer. `nbytes` is the size of its slot, the same on every tier."""
 
     key: str
     tensors: tuple[TensorSpec, ...]
@@ -134,24 +138,24 @@ class GroupSpec:
 
     @cached_property
     def bytes_of_tensors(self) -> tuple[int, ...]:
-        """The bytes of each tensor."""
+        """Bytes of each tensor."""
         return tuple(t.nbytes for t in self.tensors)
 
     @cached_property
     def simple(self) -> bool:
-        """Whether every tensor has bytes of its own, all of them, in C order."""
+        """True if all tensors are nonempty, C-contiguous and do not overlap."""
         return len(_covered(self.tensors)) == len(self.tensors) and all(
             t.nbytes and t.stride == contiguous_stride(t.shape) for t in self.tensors
         )
 
     @cached_property
     def runs(self) -> tuple[ByteRun, ...]:
-        """How the packed bytes go to a device: few pieces, every tensor at 256 bytes there."""
+        """The copies that bring the group to a device, where tensors are aligned to 256 bytes."""
         return _device_runs(self.tensors)
 
     @cached_property
     def device_offsets(self) -> dict[str, int]:
-        """Where each tensor starts in the device's copy, in bytes."""
+        """Byte offset of each tensor in the copy on the device."""
         offsets = {}
         for tensor in self.tensors:
             if tensor.nbytes == 0:
@@ -166,7 +170,7 @@ def _device_runs(tensors: Iterable[TensorSpec]) -> tuple[ByteRun, ...]:
     runs: list[ByteRun] = []
     end = 0
     for start, stop, members in _covered(t for t in tensors if t.nbytes):
-        # Where dtypes meet, the first tensor's start may be none that the largest can have.
+        # If dtypes mix, the first tensor's offset may be misaligned for the largest item size.
         start -= start % max(DTYPE_SIZES[member.dtype] for member in members)
         if runs and start - end < PAGE and (start - runs[-1].host_offset) % ALIGNMENT == 0:
             last = runs.pop()
@@ -179,7 +183,7 @@ def _device_runs(tensors: Iterable[TensorSpec]) -> tuple[ByteRun, ...]:
 
 
 def _covered(tensors: Iterable[TensorSpec]) -> list[tuple[int, int, list[TensorSpec]]]:
-    """The byte ranges that tensors cover, in order, overlapping (tied) tensors sharing one."""
+    """Return the byte ranges that tensors cover, in order. Overlapping (tied) tensors share one."""
     covered: list[tuple[int, int, list[TensorSpec]]] = []
     for tensor in sorted(tensors, key=lambda t: (t.offset, t.nbytes)):
         start, stop = tensor.offset, tensor.offset + tensor.nbytes
@@ -192,7 +196,7 @@ def _covered(tensors: Iterable[TensorSpec]) -> list[tuple[int, int, list[TensorS
 
 
 def group_of(key: str, tensors: Iterable[TensorSpec], nbytes: int) -> GroupSpec:
-    """A group of `nbytes` packed bytes on the host, in a slot that fits on every tier."""
+    """Return a group of `nbytes` packed bytes on the host, in a slot that fits on every tier."""
     tensors = tuple(tensors)
     return GroupSpec(key, tensors, _slot_nbytes(tensors, nbytes))
 
@@ -205,7 +209,7 @@ def _slot_nbytes(tensors: Sequence[TensorSpec], nbytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where bytes lie in a file: `nbytes` bytes from byte `offset` of `path`."""
+    """A byte range in a file: `nbytes` bytes from byte `offset` of `path`."""
 
     path: str
     offset: int
@@ -214,7 +218,7 @@ class Extent:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """An extent and the offset in the packed group at which its bytes are read."""
+    """An extent, and the offset in the packed group at which its bytes go."""
 
     extent: Extent
     at: int
@@ -222,7 +226,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bytes to move inside the packed group once it is read: files are dense, memory aligned."""
+    """Bytes to move within a packed group after reading: files are dense, memory is aligned."""
 
     src: int
     dst: int
@@ -231,7 +235,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What the xxh3_64 checksum of some bytes of the packed group must be."""
+    """The expected xxh3_64 checksum of a byte range of the packed group."""
 
     name: str
     offset: int
@@ -241,8 +245,10 @@ class Check:
 
 @dataclass(frozen=True)
 class Source:
-    """How a group's bytes are had from files, which stay for as long as anybody has this: `keeps`
-    are references to them."""
+    """The reads, moves and checks that load a group from files.
+
+    `keeps` holds references that keep the files alive as long as the source.
+    """
 
     segments: tuple[Segment, ...]
     moves: tuple[Move, ...] = ()
@@ -251,7 +257,7 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read, without the rounding to pages."""
+        """Bytes to read, before rounding to pages."""
         return sum(segment.extent.nbytes for segment in self.segments)
 
     @property
@@ -262,7 +268,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class FileTensor:
-    """A tensor that lies in a file as its contiguous bytes."""
+    """A tensor stored contiguously in a file."""
 
     name: str
     dtype: str
@@ -272,7 +278,7 @@ class FileTensor:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where tensors that are read straight from files lie in a group, up to byte `end`."""
+    """The layout, up to byte `end` of a group, of tensors that are read directly from files."""
 
     specs: tuple[TensorSpec, ...]
     segments: tuple[Segment, ...]
@@ -281,11 +287,11 @@ class Placement:
 
 
 def place(tensors: Sequence[FileTensor], base: int = 0) -> Placement:
-    """Lay out tensors that are read straight from files, from offset `base` (a page multiple) on.
+    """Lay out tensors that are read directly from files, from offset `base` (a page multiple) on.
 
-    Neighbours in a file (less than a page apart) are read as one segment. Each tensor sits at its
-    file offset modulo the page, but for those that a file holds at an offset that is no multiple
-    of the item size: no tensor may look at such memory, so they are moved behind the rest.
+    Neighbours in a file (less than a page apart) are read as one segment. Each tensor keeps its
+    file offset modulo the page. The exception is a tensor whose file offset is not a multiple of
+    its item size: torch cannot address such memory, so it is moved behind the rest.
     """
     specs: list[TensorSpec] = []
     segments: list[Segment] = []
@@ -306,7 +312,7 @@ def place(tensors: Sequence[FileTensor], base: int = 0) -> Placement:
 
 
 def placed(tensor: FileTensor, offset: int) -> TensorSpec:
-    """The tensor from byte `offset` of a group on."""
+    """Return a tensor placed at byte `offset` of a group."""
     stride = contiguous_stride(tensor.shape)
     return TensorSpec(tensor.name, tensor.dtype, tensor.shape, stride, offset)
 
@@ -314,7 +320,7 @@ def placed(tensor: FileTensor, offset: int) -> TensorSpec:
 def file_ranges(
     tensors: Sequence[FileTensor],
 ) -> list[tuple[str, int, int, list[FileTensor]]]:
-    """Neighbours in a file (less than a page apart) together: path, start, end, and those."""
+    """Merge neighbours in a file (less than a page apart) into (path, start, end, tensors)."""
     ranges: list[tuple[str, int, int, list[FileTensor]]] = []
     filled = [t for t in tensors if t.extent.nbytes]
     for tensor in sorted(filled, key=lambda t: (t.extent.path, t.extent.offset)):
@@ -330,9 +336,9 @@ def file_ranges(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A run of storage that one or more tensors look at; the unit an object file stores.
+    """A run of storage that one or more tensors view; the unit that an object file stores.
 
-    `view` lists the tensors: (name, dtype, shape, stride, offset in bytes inside the block).
+    `views` are the tensors; their offsets are in bytes from the start of the block.
     """
 
     name: str
@@ -342,14 +348,14 @@ class Block:
     views: tuple[TensorSpec, ...]
 
     def renamed(self, old: str, new: str) -> Block:
-        """The same block, with `new` for `old` in its name and those of its tensors."""
+        """Return the block, with `old` replaced by `new` in its name and its tensors' names."""
         views = tuple([view.renamed(old, new) for view in self.views])
         return Block(self.name.replace(old, new), self.dtype, self.shape, self.nbytes, views)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where each block lies in memory (`offsets`, aligned) and in its file (`dense`)."""
+    """The offset of each block in memory (`offsets`, aligned) and in its file (`dense`)."""
 
     blocks: tuple[Block, ...]
     offsets: tuple[int, ...]
@@ -358,21 +364,21 @@ class Packing:
 
     @property
     def dense_nbytes(self) -> int:
-        """Bytes of the file's data."""
+        """Bytes of data in the file."""
         return self.dense[-1] + self.blocks[-1].nbytes if self.blocks else 0
 
     @cached_property
     def tensors(self) -> tuple[TensorSpec, ...]:
-        """Every tensor of a group that holds the packing and nothing else."""
+        """The tensors of a group that consists of this packing."""
         return tuple(self.specs())
 
     @cached_property
     def slot_nbytes(self) -> int:
-        """Bytes of a slot for such a group, on any tier."""
+        """Slot size, on every tier, of a group that consists of this packing."""
         return _slot_nbytes(self.tensors, self.nbytes)
 
     def specs(self, base: int = 0) -> list[TensorSpec]:
-        """Every tensor of every block, at its offset in a group that has the packing at `base`."""
+        """Return the tensors of all blocks, at their offsets in a group packed from `base` on."""
         return [
             view.moved(base + offset)
             for block, offset in zip(self.blocks, self.offsets, strict=True)
@@ -380,30 +386,30 @@ class Packing:
         ]
 
     def renamed(self, old: str, new: str) -> Packing:
-        """The same layout, with `new` for `old` in the names of the blocks and tensors."""
+        """Return the layout, with `old` replaced by `new` in the names of blocks and tensors."""
         blocks = tuple([block.renamed(old, new) for block in self.blocks])
         renamed = Packing(blocks, self.offsets, self.dense, self.nbytes)
-        renamed.__dict__["slot_nbytes"] = self.slot_nbytes  # whatever the names are
+        renamed.__dict__["slot_nbytes"] = self.slot_nbytes  # independent of names
         return renamed
 
     def moves(self, base: int = 0) -> tuple[Move, ...]:
-        """What spreads the file's dense bytes to the aligned offsets: last block first."""
+        """Return the moves from dense file offsets to aligned memory offsets, last block first."""
         rows = zip(self.blocks, self.offsets, self.dense, strict=True)
         spread = [Move(base + d, base + o, b.nbytes) for b, o, d in rows if o != d and b.nbytes]
         return tuple(reversed(spread))
 
 
 def pack(blocks: Iterable[Block]) -> Packing:
-    """Lay blocks out in memory: each at a multiple of 256 bytes.
+    """Lay out blocks in memory, each at a multiple of 256 bytes.
 
-    Blocks that need no padding come first, so that all but the odd ones at the end lie in the
-    file as they lie in memory and are read and written without a copy.
+    Blocks that need no padding come first: their layout is the same in the file and in memory, so
+    they are read and written without a copy.
     """
     return lay_out(sorted(blocks, key=lambda b: (b.nbytes % ALIGNMENT != 0, -DTYPE_SIZES[b.dtype])))
 
 
 def lay_out(blocks: Sequence[Block]) -> Packing:
-    """Lay blocks out in the order given, each at a multiple of 256 bytes."""
+    """Lay out blocks in the given order, each at a multiple of 256 bytes."""
     offsets, dense = [], []
     here = file_here = 0
     for block in blocks:
@@ -415,11 +421,11 @@ def lay_out(blocks: Sequence[Block]) -> Packing:
 
 
 def packing_of(spec: GroupSpec) -> Packing:
-    """How to write a group as an object file from the layout that it has now."""
+    """Return a packing that writes a group to an object file from its current layout."""
     blocks, offsets, dense = [], [], []
     file_here = 0
     for start, stop, members in _covered(spec.tensors):
-        # Where dtypes meet, the first tensor's start may be none that the largest can have.
+        # If dtypes mix, the first tensor's offset may be misaligned for the largest item size.
         start -= start % max(DTYPE_SIZES[member.dtype] for member in members)
         blocks.append(
             block_of([replace(t, offset=t.offset - start) for t in members], stop - start)
@@ -431,16 +437,16 @@ def packing_of(spec: GroupSpec) -> Packing:
 
 
 def block_of(views: Sequence[TensorSpec], nbytes: int) -> Block:
-    """The block that these tensors (offsets inside the block) look at.
+    """Return the block of these tensors, whose offsets are relative to the block.
 
-    A single contiguous tensor is shown in the file as itself; strided or tied ones as a row of
-    bytes, so that no reader takes them for what they are not.
+    A single contiguous tensor is stored under its own dtype and shape. Strided or tied tensors are
+    stored as raw bytes, so that other readers of the file do not misinterpret them.
     """
     first = views[0]
-    as_itself = first.stride == contiguous_stride(first.shape)
-    as_itself &= first.dtype not in PACKED or bool(first.shape)  # half a byte is no tensor
+    plain = first.stride == contiguous_stride(first.shape)
+    plain &= first.dtype not in PACKED or bool(first.shape)  # a scalar would be half a byte
     # A file cannot have a tensor called __metadata__, nor two of the same name.
     name = first.name + "_" * first.name.startswith("__metadata__")
-    if len(views) == 1 and as_itself:
+    if len(views) == 1 and plain:
         return Block(name, first.dtype, first.shape, nbytes, tuple(views))
     return Block(name, "U8", (nbytes,), nbytes, tuple(views))

@@ -1,15 +1,15 @@
-"""The headers of very many object files, most of which are alike.
+"""Reads the headers of many object files, most of which have the same layout.
 
-Headers of groups with equal tensors differ in the key and the checksums alone; and in names, as a
-tensor that is put by itself is named by its key. So a header is split at those. If the texts
-between them are those of a header that was read before, all else is as in that one, and nothing is
-parsed: that takes a fourth of the time.
+Headers of groups with equal tensors differ only in the key, the checksums, and names that contain
+the key (a tensor that was put alone is named by its key). So the reader splits a header at these.
+If the texts in between equal those of an earlier header, it reuses that layout without parsing,
+which takes a quarter of the time.
 
-Parsing would find the same. A layout is remembered only if its texts are also those of the header
-that `header_of` writes of it under another key. So each checksum is that of a block, in order, and
-the key occurs only in names. A key with quotes, backslashes or control characters is not looked
-for, and the other key cannot be the end of an escape: so each stays inside the string that it is
-in. Names stay different, too: where the key occurs in one, it occurs in every equal one.
+The result equals that of parsing. A layout is cached only if `header_of` writes the same texts for
+it under another key. So each checksum belongs to a block, in order, and the key occurs only in
+names. Keys with quotes, backslashes or control characters take the slow path, and the other key
+cannot complete an escape sequence: so each occurrence stays inside its string. Distinct names
+remain distinct, because equal texts contain the key at equal positions.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _START = re.compile(
     % (re.escape(FORMAT_KEY.encode()), re.escape(FORMAT.encode()), re.escape(KEY.encode()), _TEXT,
        re.escape(HEADER_SUM.encode()))
 )  # fmt: skip
-"""How a header begins as it is written, if the key needs no escapes."""
+"""The start of a header as tierstore writes it, for a key without escapes."""
 
 _CHECKSUM = re.compile(rb'":"([0-9a-f]{16})"')
 _OTHER_KEY = "?~?"
@@ -47,8 +47,10 @@ _Texts = tuple[tuple[bytes, ...], ...]
 
 
 class _Split(NamedTuple):
-    """A header in parts. Of `texts`, which lie between the checksums, each is what lies between the
-    occurrences of the key in it."""
+    """A header in parts.
+
+    `texts` are the texts between the checksums, each split at the occurrences of the key.
+    """
 
     key: str
     header_sum: str
@@ -57,13 +59,13 @@ class _Split(NamedTuple):
 
 
 def _split(raw: bytes) -> _Split | None:
-    """The parts of a header; None if it is not as headers are written, or is longer than a page."""
+    """Split a header; None if tierstore did not write it or it is longer than a page."""
     start = _START.match(raw) if len(raw) <= PAGE else None
     if start is None:
         return None
     end = raw.rfind(b"}") + 1
     body, encoded = raw[start.end() : end], start[1]
-    # A tensor with a name like this has another in the file.
+    # A tensor of that name is stored under another name.
     if b'"__metadata__' in body or not raw.endswith(_SPACES[: len(raw) - end]):
         return None
     try:
@@ -77,14 +79,14 @@ def _split(raw: bytes) -> _Split | None:
 
 
 class HeaderReader:
-    """Reads the headers of many object files. Not for several threads at once."""
+    """Reads the headers of many object files. Not thread-safe."""
 
     def __init__(self) -> None:
         self._once: dict[_Texts, None] = {}  # seen once
         self._layouts: dict[_Texts, StoredObject] = {}
 
     def read(self, raw: bytes, file_size: int, path: str) -> StoredObject:
-        """Return what `read_header` does, and raise the same errors."""
+        """Return the same result as `read_header`, or raise the same error."""
         split = _split(raw)
         if split is None:
             return read_header(raw, file_size, path)
@@ -96,14 +98,13 @@ class HeaderReader:
         key, header_sum, digests, texts = split
         packing, data_start = like.packing, LENGTH_BYTES + len(raw)
         if file_size != data_start + packing.dense_nbytes or not has_header_sum(raw, header_sum):
-            return read_header(raw, file_size, path)  # which says what is wrong
+            return read_header(raw, file_size, path)  # raises the error
         if any([len(text) > 1 for text in texts]):
             packing = packing.renamed(like.key, key)
         return StoredObject(key, packing, digests, data_start, like.single)
 
     def _note(self, split: _Split, stored: StoredObject) -> None:
-        """Remember a layout when it is seen for the second time: finding out whether that is right
-        takes as long as parsing."""
+        """Cache a layout on its second occurrence: verifying it takes as long as parsing."""
         texts = split.texts
         if texts not in self._once:
             _put(self._once, texts, None)
@@ -119,7 +120,7 @@ class HeaderReader:
 
 
 def _put(known: dict[_Texts, T], texts: _Texts, value: T) -> None:
-    """Add to what is known, and forget the oldest of too many."""
+    """Add an entry to a cache, and evict the oldest if it is full."""
     if len(known) == _MOST_LAYOUTS:
         del known[next(iter(known))]
     known[texts] = value

@@ -1,15 +1,13 @@
-"""Critical sections: locks that survive an interrupt at any instruction, and re-entrant calls.
+"""Critical sections that survive interrupts at any instruction and detect re-entrant calls.
 
-`with lock:` does not: the interpreter may stop just before it would give the lock back, and then
-no thread ever gets it again.
+`with lock:` is not enough: an interrupt just before the release would leave the lock held forever.
 
-A thread may be made to call the library while it is in the middle of one of its sections: by the
-finalizer of a caller's object that the garbage collector runs there, or by a signal handler. A
-plain lock would then wait for its own thread, and a reentrant one would let the call see a
-half-done change. So the first lock that a thread takes is noted with the thread, and a lock's own
-knowledge of its owner says whether the section still goes on: a note that an interrupt has left
-behind does no harm. Who finds its thread inside raises ReentrantCallError at once. Signal handlers
-are held back meanwhile: see `signal_handlers`.
+A thread in a critical section may be made to call the library again, by the finalizer of a caller's
+object that the garbage collector runs there, or by a signal handler. A plain lock would deadlock on
+its own thread, and a re-entrant one would expose a half-done change. So each thread records the
+first lock that it takes, and the lock's owner tells whether the section is still active: a stale
+record, left by an interrupt, is harmless. A call from inside a section raises ReentrantCallError at
+once. Signal handlers are deferred meanwhile: see `signal_handlers`.
 """
 
 from __future__ import annotations
@@ -42,8 +40,11 @@ __all__ = [
 
 
 class _Here(threading.local):
-    """Notes of a thread: the outermost lock of its sections, the lock of what it does exclusively,
-    and whether it serves a store."""
+    """Records of a thread.
+
+    `section` is the lock of its outermost section, `exclusive` the lock of `exclusively`, and
+    `serves` is True while the thread runs a job of a store.
+    """
 
     section: Any = None
     exclusive: Any = None
@@ -54,18 +55,18 @@ _here = _Here()
 
 
 def inside() -> bool:
-    """Whether this thread is in the middle of a critical section."""
+    """Return True if this thread is in a critical section."""
     section = _here.section
     return section is not None and section._is_owned()
 
 
-def held_here(lock: Any) -> bool:
-    """Whether this thread has an RLock."""
+def is_owner(lock: Any) -> bool:
+    """Return True if this thread owns an RLock."""
     return bool(lock._is_owned())
 
 
 def serve(job: Callable[[], None]) -> None:
-    """Run what a thread of a store does: it must never wait for what only such threads do."""
+    """Run the job of a store's own thread, which must never wait for the store itself."""
     _here.serves = True
     try:
         job()
@@ -74,7 +75,10 @@ def serve(job: Callable[[], None]) -> None:
 
 
 def may_wait() -> bool:
-    """Whether this thread may wait for a store: in a section, or serving, it waits for itself."""
+    """Return True if this thread may wait for a store.
+
+    In a critical section, or on a thread of a store, it would wait for itself.
+    """
     exclusive = _here.exclusive
     return not (_here.serves or inside() or (exclusive is not None and exclusive._is_owned()))
 
@@ -86,14 +90,13 @@ def check_may_wait() -> None:
 
 
 def under(lock: Any, action: Callable[[], T], *, seconds: float = -1.0) -> T:
-    """Do something under an RLock, which is given back wherever an exception comes up.
+    """Run `action` under an RLock, which is released wherever an exception occurs.
 
-    There are two ends: an exception in the inner one, before it gave the lock back, is met by the
-    outer one. The lock knows whether this thread has it. `seconds` is how long to wait for it:
-    then `action` has to look whether it came.
+    There are two `finally` blocks: the outer one handles an exception in the inner one, before it
+    released the lock. With a timeout of `seconds`, `action` must check that the lock was acquired.
 
-    On the main thread, signal handlers run after the outermost section that they come in.
-    Raises ReentrantCallError if this thread has the lock.
+    On the main thread, signal handlers are deferred to the end of the outermost section.
+    Raises ReentrantCallError if this thread owns the lock.
     """
     if lock._is_owned():
         raise ReentrantCallError
@@ -103,8 +106,8 @@ def under(lock: Any, action: Callable[[], T], *, seconds: float = -1.0) -> T:
     try:
         try:
             if outermost:
-                # Before the lock is taken. A handler that comes just before that may have sections
-                # of its own, and leaves the note as it was.
+                # Before the lock is acquired: a handler that runs just before may enter sections
+                # itself, and restores the record.
                 _here.section = lock
                 held = signal_handlers.hold(inside, nested=outer is not None)
             lock.acquire(timeout=seconds)
@@ -120,14 +123,14 @@ def under(lock: Any, action: Callable[[], T], *, seconds: float = -1.0) -> T:
         if outermost:
             _here.section = outer
             if held or signal_handlers.arrived:
-                signal_handlers.let_go(held or ())
+                signal_handlers.release(held or ())
 
 
 def exclusively(lock: Any, action: Callable[[], T]) -> T:
-    """Do something that may take long, such as to connect, under an RLock that others may want.
+    """Run a slow `action`, such as connecting, under an RLock.
 
-    It is no critical section: signal handlers run in the middle of it, and it may begin
-    transactions. Raises ReentrantCallError if this thread has the lock.
+    This is not a critical section: signal handlers run during it, and it may begin transactions.
+    Raises ReentrantCallError if this thread owns the lock.
     """
     if lock._is_owned():
         raise ReentrantCallError
@@ -148,9 +151,9 @@ def exclusively(lock: Any, action: Callable[[], T]) -> T:
 
 
 def if_free(lock: Any, action: Callable[[], T], seconds: float) -> T | None:
-    """Do something under an RLock, if it comes free within so many seconds; else None.
+    """Run `action` under an RLock if it can be acquired within `seconds`; else return None.
 
-    A thread that has the lock is in the middle of something that its own code shall not see.
+    Returns None, too, if this thread owns the lock: the protected state may be half-changed.
     """
     if lock._is_owned():
         return None
@@ -168,24 +171,24 @@ def guarded(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P
 
 
 class AutoResetEvent:
-    """Wakes one thread that waits for it. Rung before anybody waits, it wakes the next at once.
+    """Wakes one waiting thread, then resets. If set early, the next wait returns at once.
 
-    Who rings and who resets hold a lock in common.
+    Callers of `set` and `clear` must hold a common lock.
     """
 
     def __init__(self) -> None:
-        self._silent = Lock()
-        self._silent.acquire()
+        self._unset = Lock()
+        self._unset.acquire()
 
     def set(self) -> None:
-        """Wake who waits."""
-        if self._silent.locked():
-            self._silent.release()
+        """Wake the waiting thread, or the next to wait."""
+        if self._unset.locked():
+            self._unset.release()
 
     def clear(self) -> None:
-        """Forget that it was rung."""
-        self._silent.acquire(blocking=False)
+        """Reset the event."""
+        self._unset.acquire(blocking=False)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it is rung, or for so long. Returns whether it was."""
-        return self._silent.acquire(timeout=seconds)
+        """Wait until the event is set, for up to `seconds`. Return True if it was set."""
+        return self._unset.acquire(timeout=seconds)

@@ -1,7 +1,7 @@
-"""In which order the modules of well-known families of models were made.
+"""The order in which well-known model families register their modules.
 
-Each line names modules that occur side by side, as their class makes them: Flux, SD3, Wan, SDXL,
-Qwen-Image, LTX, Hunyuan, PixArt, CogVideoX and their autoencoders; CLIP, T5, and the Llama family.
+Each line lists sibling modules in the order of their class: Flux, SD3, Wan, SDXL, Qwen-Image, LTX,
+Hunyuan, PixArt, CogVideoX and their autoencoders; CLIP, T5, and the Llama family.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _SIDE_BY_SIDE = [
     self_attn mlp input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm
     q_proj k_proj v_proj o_proj q_norm k_norm
     gate_proj up_proj down_proj
-    """.splitlines()  # noqa: E501 - a line is a line
+    """.splitlines()  # noqa: E501 - one line per set of siblings
     if line.strip()
 ]
 
@@ -71,10 +71,10 @@ _LAST = re.compile(r"out$|^out_|_out_|final|head$|^norm$|^ln_f$")
 
 
 def in_customary_order(names: Iterable[str]) -> list[str]:
-    """Names of modules side by side, in the order in which they were made, as far as is known.
+    """Sort the names of sibling modules by their likely order of registration.
 
-    Numbers count up. What no family has comes in the order of the alphabet, but for what is named
-    after inputs, which comes first, and what is named after outputs, which comes last.
+    Numbers sort numerically. Names that no known family has sort alphabetically, with those of
+    inputs first and those of outputs last.
 
     >>> in_customary_order(["to_out", "to_v", "to_k", "to_q"])
     ['to_q', 'to_k', 'to_v', 'to_out']
@@ -94,6 +94,6 @@ def _place(name: str) -> int:
 
 
 def natural(text: str) -> list[tuple[int, str]]:
-    """Sorts layer 2 before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     parts = re.split(r"([0-9]{1,18})", text)  # text and numbers in turn
     return [(int(part), "") if i % 2 else (0, part) for i, part in enumerate(parts)]

@@ -1,10 +1,10 @@
-"""A model's modules, as the names of its tensors tell them.
+"""A model's module tree, reconstructed from the names of its tensors.
 
-A file of weights names every tensor, `transformer_blocks.3.attn.to_q.weight`, and says nothing
-about the order of the modules, or what kind they are. Both are guessed by what is customary:
-numbered modules are a list of blocks, in numerical order; what has to do with inputs comes before
-them, what has to do with outputs after. Where a guess is wrong, modules that are small for a group
-are put together with other neighbours than they have in the model.
+A weight file names every tensor, as in `transformer_blocks.3.attn.to_q.weight`, but does not record
+the order or the classes of the modules. Both are guessed from convention: numbered modules are a
+list of blocks, in numerical order; modules named after inputs precede them, those named after
+outputs follow. After a wrong guess, modules too small for a group of their own share one with
+modules that are not their neighbours in the model.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from tierstore.model.module_order import in_customary_order
 from tierstore.model.outline import (
     EXPERTS,
     RESIDENT_BUFFER_BYTES,
-    cut,
     need_of,
     needed_by,
+    partition_units,
     portions,
     unused,
 )
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked", "position_ids")
-"""Names of tensors that are no parameters but buffers: small ones are not offloaded."""
+"""Names of buffers (not parameters); small ones are not offloaded."""
 
 DEEPEST = 64
-"""Modules within modules that are looked for; what a name says after them is one name."""
+"""Largest depth of nested modules; the rest of a longer name counts as one name."""
 
 
 class NamedBranch:
-    """A module that is known by the names of its tensors."""
+    """A module reconstructed from the names of its tensors."""
 
     compiled = False
     recomputed_in_parts = False
-    """Files do not tell."""
+    """Unknown from files."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -45,7 +45,7 @@ class NamedBranch:
         self._parts: dict[str, NamedBranch] = {}
 
     def add(self, path: list[str], tensor: FileTensor) -> None:
-        """Take a tensor in; `path` is what its name says after the name of this module."""
+        """Add a tensor. `path` is its name relative to this module, split at the dots."""
         if len(path) == 1:
             self._own.append(tensor)
             return
@@ -54,66 +54,69 @@ class NamedBranch:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all its tensors."""
+        """Bytes of all tensors in the module and its descendants."""
         return sum(tensor.extent.nbytes for tensor in self.tensors(whole=True))
 
     @property
     def atomic(self) -> bool:
-        """Whether it uses tensors of the modules in it without calling them."""
+        """True if it uses tensors of its children without calling them."""
         projection = any(t.name.endswith("in_proj_weight") for t in self._own)
         return projection or "parametrizations" in self._parts
 
     @property
     def routed(self) -> bool:
-        """Whether data choose if it is used: it is one of several experts."""
+        """True if it is one of several experts, so data decide whether it is used."""
         *_, holder, name = f"..{self.name}".split(".")
         return holder == EXPERTS and name.isdigit()
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether it is a list of modules: all that is in it is numbered."""
+        """True if it is a module list: all its members are numbered."""
         return bool(self._parts) and not self._own and all(n.isdigit() for n in self._parts)
 
     @property
     def callable(self) -> bool:
-        """Whether it has a forward. A list that is a block of another is taken to have one."""
+        """True if it has a forward. A module list that is a block of another is assumed to."""
         return not self.holds_blocks or self.name.rpartition(".")[2].isdigit()
 
     @property
     def has_own(self) -> bool:
-        """Whether it has tensors of its own, outside of its children."""
+        """True if it has tensors outside its children."""
         return bool(self._own)
 
     def children(self) -> list[NamedBranch]:
-        """The modules in it, in the order in which they are customary."""
+        """Return the children in their likely order of registration."""
         return [self._parts[name] for name in in_customary_order(self._parts)]
 
     def tensors(self, *, whole: bool) -> Iterator[FileTensor]:
-        """Its own tensors; all in it if `whole`."""
+        """Yield its own tensors and, if `whole`, those of its descendants."""
         yield from self._own
         for part in self._parts.values() if whole else ():
             yield from part.tensors(whole=True)
 
 
 def outline(tensors: Iterable[FileTensor]) -> NamedBranch:
-    """The modules that these tensors belong to."""
+    """Return the root of the module tree of these tensors."""
     root = NamedBranch("")
     for tensor in tensors:
-        if tensor.extent.nbytes and not _stays(tensor):
+        if tensor.extent.nbytes and not _stays_resident(tensor):
             root.add(tensor.name.split(".", DEEPEST), tensor)
     return root
 
 
-def _stays(tensor: FileTensor) -> bool:
+def _stays_resident(tensor: FileTensor) -> bool:
     statistics = tensor.name.rpartition(".")[2] in _STATISTICS
     return statistics and tensor.extent.nbytes < RESIDENT_BUFFER_BYTES
 
 
 @dataclass(frozen=True)
-class CutModel:
-    """The groups of a model in the order of their use, each with the bytes of the files that are
-    read for it (without padding); and the units in their order, each with the numbers of the groups
-    that it needs."""
+class PartitionedModel:
+    """A model partitioned into groups and units.
+
+    Attributes:
+        groups: the groups in order of use, each with the bytes to read for it (without padding).
+        units: the names of the units in order of use, each with the indices of its groups.
+    """
 
     groups: list[tuple[GroupSpec, int]]
     units: list[tuple[str, tuple[int, ...]]]
@@ -127,23 +130,29 @@ def groups_of(
     *,
     largest_block: int = 0,
 ) -> list[tuple[GroupSpec, int]]:
-    """The groups that a model of these tensors would be cut into: see `cut_model`."""
-    cutting = cut_model(tensors, offload_type, target, block_modules, largest_block=largest_block)
-    return cutting.groups
+    """Return the groups of a model of these tensors: see `partition_model`."""
+    model = partition_model(
+        tensors, offload_type, target, block_modules, largest_block=largest_block
+    )
+    return model.groups
 
 
-def cut_model(
+def partition_model(
     tensors: Iterable[FileTensor],
     offload_type: str,
     target: int,
     block_modules: Collection[str] = (),
     *,
     largest_block: int = 0,
-) -> CutModel:
-    """Cut a model of these tensors into units and groups, as it would be cut.
+) -> PartitionedModel:
+    """Partition a model of these tensors into units and groups, as an adapter would.
 
-    `target` is how many bytes a group should have at most. `block_modules` names children of the
-    model that count as blocks; blocks of up to `largest_block` bytes are not cut into leaves.
+    Args:
+        tensors: the tensors of the model, in files.
+        offload_type: `"block_level"` or `"leaf_level"`; see `outline.partition_units`.
+        target: largest group, in bytes.
+        block_modules: names of children of the model that count as blocks.
+        largest_block: bytes up to which a block is not split into leaves.
     """
     limit = max(target, largest_block)
     by_name = {tensor.name: tensor for tensor in tensors}
@@ -155,16 +164,16 @@ def cut_model(
             piece.encloses,
             piece.routed,
         )
-        for piece in cut(outline(by_name.values()), offload_type, limit, block_modules)
+        for piece in partition_units(outline(by_name.values()), offload_type, limit, block_modules)
     ]
     sizes = {name: tensor.extent.nbytes for name, tensor in by_name.items()}
     parts = portions(needs, sizes, target, None)
     groups = []
-    used: set[str] = set()  # a block in several groups has as many keys, as it has in a store
+    used: set[str] = set()  # a block in several groups has several keys, as in a store
     for portion in parts:
         placement = place([by_name[str(name)] for name in portion.memory])
         read = sum(segment.extent.nbytes for segment in placement.segments)
         key = unused(portion.name, used)
         groups.append((group_of(key, placement.specs, placement.end), read))
     names = [unit.name for unit in needs]
-    return CutModel(groups, list(zip(names, needed_by(needs, parts), strict=True)))
+    return PartitionedModel(groups, list(zip(names, needed_by(needs, parts), strict=True)))

@@ -1,4 +1,4 @@
-"""What the planner tells the mover to do."""
+"""Instructions of the planner to the mover."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tierstore.model.tiers import Tier
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Make a copy of `group` (`nbytes` bytes) on tier `dst` from the one on `src`.
+    """Copy `group` (`nbytes` bytes) from tier `src` to tier `dst`.
 
-    `urgent` is True when somebody is waiting for it: the mover takes urgent copies first.
+    `urgent` is True if a caller waits for the copy: the mover runs urgent copies first.
     """
 
     group: GroupId
@@ -24,7 +24,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Give the room of `group`'s copy on `tier` (`nbytes` bytes) back."""
+    """Free the memory of `group`'s copy on `tier` (`nbytes` bytes)."""
 
     group: GroupId
     nbytes: int
@@ -33,7 +33,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Give `group` room (`nbytes` bytes) on `tier`: its caller will fill it."""
+    """Allocate memory for `group` (`nbytes` bytes) on `tier`, for its caller to fill."""
 
     group: GroupId
     nbytes: int
@@ -42,7 +42,7 @@ class Reserve:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """`group` has no copy left and will not be mentioned again."""
+    """Forget `group`: it has no copy left, and no later instruction refers to it."""
 
     group: GroupId
 

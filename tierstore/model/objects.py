@@ -1,4 +1,4 @@
-"""What an object file says about the group it holds: the header's metadata, decoded."""
+"""Object files: decodes the description of a group from the header's metadata."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from tierstore.model.header import (
     Header,
     build_header,
     digest,
-    header_is_intact,
     header_length,
+    header_matches_checksum,
     parse_header,
     shown,
 )
@@ -45,7 +45,7 @@ from tierstore.model.scanning import READ_AT_ONCE, TEXT, Scanner
 MAX_KEY_BYTES = 1024
 
 SINGLE = "tierstore.single"
-"""Metadata mark of a group that was put as one tensor, not as a dict."""
+"""Metadata key that marks a group put as a single tensor, not as a dict."""
 
 _LAYOUT = re.compile(
     rb'\[%b,"([A-Z0-9_]+)",\[((?:%b(?:,%b){0,63})?)\],\[((?:%b(?:,%b){0,63})?)\],(%b)\]'
@@ -53,7 +53,7 @@ _LAYOUT = re.compile(
 )
 _VIEW = re.compile(rb'"([^"\\\x00-\x1f]*+)":' + _LAYOUT.pattern)
 _USUAL_VIEWS = re.compile(rb"\{%b(?:,%b){0,63}+\}" % (_VIEW.pattern, _VIEW.pattern))
-"""Views as they are written, of few tensors: read faster."""
+"""Fast path: the views of up to 65 tensors, as tierstore writes them."""
 
 _DIGEST = re.compile("[0-9a-f]{16}")
 
@@ -69,12 +69,12 @@ class StoredObject:
     single: bool
 
     def spec(self, key: str | None = None) -> GroupSpec:
-        """The group that holds exactly this object."""
+        """Return a group that consists of this object."""
         packing = self.packing
         return GroupSpec(key or self.key, packing.tensors, packing.slot_nbytes)
 
     def source(self, path: str, base: int = 0) -> Source:
-        """How to read the object from the file `path` into offset `base` of a packed group."""
+        """Return a source that reads the file `path` to offset `base` of a packed group."""
         blocks = zip(self.packing.blocks, self.packing.offsets, self.digests, strict=True)
         checks = tuple(Check(b.name, base + at, b.nbytes, found) for b, at, found in blocks)
         if not self.packing.dense_nbytes:
@@ -84,15 +84,15 @@ class StoredObject:
 
 
 def header_of(key: str, packing: Packing, digests: Iterable[str], *, single: bool) -> bytes:
-    """The bytes before the data of the object file of a group."""
+    """Return the bytes before the data of the object file of a group."""
     return build_header(key, packing, digests, {SINGLE: "1"} if single else None)
 
 
-def refuse_unreadable(key: str, packing: Packing, *, single: bool) -> None:
-    """Raise ValueError if a file of this group would break one of the rules by which it is read.
+def check_readable(key: str, packing: Packing, *, single: bool) -> None:
+    """Raise ValueError if an object file of this group could not be read back.
 
-    To write it would be to lose it: more tensors or longer names than a header may have, sizes that
-    no other reader of safetensors takes.
+    It would have more tensors or longer names than a header may have, or sizes that other
+    safetensors readers reject.
     """
     raw = header_of(key, packing, [NO_SUM] * len(packing.blocks), single=single)
     name, size = f"the file of group {shown(key)}", len(raw) + packing.dense_nbytes
@@ -101,21 +101,21 @@ def refuse_unreadable(key: str, packing: Packing, *, single: bool) -> None:
         decode_object(parse_header(raw[LENGTH_BYTES:], size, name), name)
     except TransferError as error:
         raise ValueError(
-            f"group {shown(key)} could not be read again once it was on disk: put fewer tensors "
-            f"into a group, with shorter names, or of other shapes ({error})"
+            f"group {shown(key)} could not be read back from disk: put fewer tensors into the "
+            f"group, or use shorter names or other shapes ({error})"
         ) from error
 
 
 def decode_object(header: Header, path: str) -> StoredObject:
-    """Read what an object file's (valid) header says.
+    """Decode the (valid) header of an object file.
 
-    Raises CorruptDataError if it is no object file of a format that this version knows.
+    Raises CorruptDataError if it is not an object file of a format that this version supports.
     """
     metadata = header.metadata
     key = metadata.get(KEY)
     if key is None or metadata.get(FORMAT_KEY) != FORMAT:
         raise CorruptDataError(
-            f"{path} is no object file of format {FORMAT} (it says "
+            f"{path} is not an object file of format {FORMAT} (its format is "
             f"{shown(str(metadata.get(FORMAT_KEY)))}): move it out of the store's directory",
             key=key,
             path=path,
@@ -144,13 +144,13 @@ def decode_object(header: Header, path: str) -> StoredObject:
 
 
 def read_header(raw: bytes, file_size: int, path: str) -> StoredObject:
-    """Read what the header `raw` (without its length) of an object file of `file_size` bytes says.
+    """Decode and verify the header `raw` (without its length) of an object file.
 
-    Raises InvalidHeaderError, TransferError or CorruptDataError, which say what is wrong with it.
+    `file_size` is in bytes. Raises InvalidHeaderError, TransferError or CorruptDataError.
     """
     header = parse_header(raw, file_size, path)
     stored = decode_object(header, path)
-    if not header_is_intact(raw, header):
+    if not header_matches_checksum(raw, header):
         raise CorruptDataError(
             f"{path} (key {stored.key!r}) has a header that does not match its checksum: "
             "remove it with tierstore-inspect rm, and put the group again",
@@ -163,7 +163,7 @@ def read_header(raw: bytes, file_size: int, path: str) -> StoredObject:
 
 
 def _views(text: str) -> dict[str, list[TensorSpec]]:
-    """The tensors that look at each block, exactly as `build_header` writes them."""
+    """Parse the tensors of each block, exactly as `build_header` writes them."""
     raw = text.encode()
     by_block: dict[str, list[TensorSpec]] = {}
     if len(raw) <= READ_AT_ONCE and b"\\" not in raw and _USUAL_VIEWS.fullmatch(raw):
@@ -177,7 +177,7 @@ def _views(text: str) -> dict[str, list[TensorSpec]]:
     for name in scanner.members(MAX_TENSORS):
         found = scanner.match(_LAYOUT)
         if found is None:
-            _damaged(f"tensor {shown(name)} is described wrongly")
+            _damaged(f"tensor {shown(name)} has an invalid description")
         tensor = _tensor(name, *found.group(2, 3, 4, 5))
         by_block.setdefault(scanner.decoded(*found.span(1)), []).append(tensor)
     scanner.end()
@@ -204,25 +204,25 @@ def _damaged(why: str) -> NoReturn:
 
 
 def _check_views(blocks: list[Block], views: Mapping[str, object]) -> None:
-    """What the tensors say must be possible, and must be what the file says of their blocks."""
+    """Check that tensors lie within their blocks and match the blocks in the file."""
     if views.keys() != {block.name for block in blocks}:
-        _damaged("a tensor looks at no block, or no tensor at a block")
+        _damaged("a tensor has no block, or a block has no tensor")
     for block in blocks:
         for tensor in block.views:
             _check_view(tensor, block.nbytes)
         first, alone = block.views[0], len(block.views) == 1
         if block_of(block.views, block.nbytes) != block or (alone and first.offset):
-            _damaged(f"block {shown(block.name)} is not what its tensors are")
+            _damaged(f"block {shown(block.name)} does not match its tensors")
 
 
 def _check_view(tensor: TensorSpec, nbytes: int) -> None:
     itemsize = DTYPE_SIZES.get(tensor.dtype)
     if itemsize is None or len(tensor.shape) != len(tensor.stride):
-        _damaged(f"tensor {shown(tensor.name)} is described wrongly")
+        _damaged(f"tensor {shown(tensor.name)} has an invalid description")
     sizes = (*tensor.shape, *tensor.stride, tensor.offset)
     if max(sizes) >= 2**63 or prod(filter(None, tensor.shape)) * itemsize >= 2**63:
-        _damaged(f"tensor {shown(tensor.name)} is larger than any can be")
+        _damaged(f"tensor {shown(tensor.name)} is too large")
     if tensor.offset % itemsize:
-        _damaged(f"tensor {shown(tensor.name)} lies where none of its dtype can")
+        _damaged(f"tensor {shown(tensor.name)} is misaligned for its dtype")
     if tensor.offset + tensor.nbytes > nbytes:
-        _damaged(f"tensor {shown(tensor.name)} reaches past its block")
+        _damaged(f"tensor {shown(tensor.name)} extends past the end of its block")

@@ -1,9 +1,9 @@
-"""How a model is cut into groups, whether its modules are at hand or only the names in its files.
+"""Partitions a model into units and groups, from its modules or only from the names in its files.
 
-A *unit* is a module and the tensors its forward needs: all of a block (a child of a list of
-modules, wherever that is nested), or only the tensors of the module itself. Units that follow each
-other share a group until it is large enough. Tensors are grouped by the memory they show, not by
-the module that names them: a weight tied to two modules is in one group.
+A *unit* is a module and the tensors that its forward needs: all of a block (a child of a module
+list, at any depth), or only the module's own tensors. Consecutive units share a group until it is
+large enough. Tensors are grouped by their memory, not by the module that names them: a weight tied
+to two modules is in one group.
 """
 
 from __future__ import annotations
@@ -20,35 +20,40 @@ from tierstore.model.tiers import Tier
 OFFLOAD_TYPES = ("block_level", "leaf_level")
 
 RESIDENT_BUFFER_BYTES = 1 << 20
-"""Buffers below this stay where they are used: statistics and tables that a forward may change."""
+"""Bytes. Smaller buffers are not offloaded: statistics and tables that a forward may change."""
 
 EXPERTS = "experts"
-"""What a list of modules, or a module with stacks of weights, is called of which a router chooses a
-few for each token."""
+"""Name of the module that holds the experts among which a router selects, as a list or stacked."""
 
-WELL_READ = 32 << 20
-"""Smaller groups are read more slowly, byte for byte, and each costs a call."""
+EFFICIENT_READ = 32 << 20
+"""Bytes. Smaller groups are read at a lower bandwidth, and each costs a call."""
 LARGEST_GROUP = 256 << 20
 LINK_GROUP = 64 << 20
-"""The largest group that crosses a link to an accelerator, but for tensors that are larger: some
-milliseconds of it. (It is the same on every machine: weights that are in no file are found again by
-the content of their groups.)"""
+"""Largest group, in bytes, that crosses a link to an accelerator, unless one tensor is larger.
+
+It takes a few milliseconds of the link. It is the same on every machine, because weights that are
+in no file are identified by the content of their groups.
+"""
 LARGEST_LEAF_GROUP = 32 << 20
 
 TILE = 16 << 20
-"""Bytes of a tile, at most: what one copy moves where a loop is planned."""
+"""Largest tile, in bytes: the unit of copying in a planned loop."""
 LEAST_TILE = 4 << 20
-"""Smaller tiles cost more calls than their rings save bytes."""
-CRUMBS = 1024
-"""One in so many bytes of a group: smaller units and tensors go with their neighbours, whatever
-these have, as a group costs more to move than they do."""
+"""Smallest tile, in bytes. Smaller tiles cost more in calls than their rings save in bytes."""
+NEGLIGIBLE_FRACTION = 1024
+"""Units and tensors below 1/1024 of the target size join their neighbours regardless of size.
+
+A separate group would cost more to move than their bytes.
+"""
 
 
 class GroupSizes(NamedTuple):
-    """Bytes: of groups, of blocks that are not cut into leaves, and of modules that are compiled as
-    a whole, at most.
+    """Upper limits in bytes.
 
-    A block that is larger than a group is in several. They are in use together.
+    Attributes:
+        group: size of a group. A larger block is spread over several groups, used together.
+        block: size of a block that is not split into leaves.
+        compiled: size of a module that is compiled as a whole.
     """
 
     group: int
@@ -59,7 +64,7 @@ class GroupSizes(NamedTuple):
 def usual_sizes(
     offload_type: str, budgets: Mapping[Tier, int | None], model_bytes: int
 ) -> GroupSizes:
-    """What fits the budgets of the tiers in memory."""
+    """Return the sizes for a model, from the budgets of the tiers in memory."""
     limits = [nbytes for tier, nbytes in budgets.items() if tier is not Tier.DISK]
     smallest = min(nbytes for nbytes in limits if nbytes is not None)
     on_device = budgets.get(Tier.DEVICE)
@@ -72,21 +77,21 @@ def usual_sizes(
 
 
 def target_bytes(offload_type: str, smallest_budget: int, model_bytes: int) -> int:
-    """How large a group should be: many must fit beside each other on every tier in memory."""
+    """Return the target size of a group, in bytes: many must fit on every tier in memory."""
     largest, least = LARGEST_GROUP, smallest_budget // shares.LARGE_GROUP
     if model_bytes > smallest_budget:
-        least = min(WELL_READ, least)
+        least = min(EFFICIENT_READ, least)
     if offload_type == "leaf_level":
         largest, least = LARGEST_LEAF_GROUP, least // 2
     return max(min(max(smallest_budget // shares.GROUP, least), largest), 1)
 
 
 def tile_sizes(budgets: Mapping[Tier, int | None]) -> GroupSizes:
-    """The sizes for a model whose loop is planned: `group` is that of a tile.
+    """Return the sizes for a model whose loop is planned; `group` is the size of a tile.
 
-    A group is as many tensors as fit into a tile, or a larger tensor, which moves in several tiles.
-    A block is whole only if it and the next one take few bytes of the fastest tier: what a unit
-    uses, beside what comes next, is missing to what stays.
+    A group is as many tensors as fit in a tile, or one larger tensor, which moves in several tiles.
+    A block stays whole only if it and the next block take a small share of the fastest tier,
+    because both reduce the memory left for resident groups.
     """
     limits = [n for tier, n in budgets.items() if tier is not Tier.DISK and n is not None]
     smallest, fastest = min(limits), budgets[min(budgets)] or min(limits)
@@ -95,18 +100,20 @@ def tile_sizes(budgets: Mapping[Tier, int | None]) -> GroupSizes:
 
 
 def tile_bytes(budgets: Mapping[Tier, int | None], least: int | None = None) -> int:
-    """Return the bytes of a tile, at most: so few that rings take little of each budget, but not
-    fewer than `least` (None: `LEAST_TILE`)."""
+    """Return the largest size of a tile, in bytes, for rings to take little of each budget.
+
+    It is at least `least` (None: `LEAST_TILE`).
+    """
     limits = [n for tier, n in budgets.items() if tier is not Tier.DISK and n is not None]
     share = min(limits, default=TILE * shares.TILE) // shares.TILE // PAGE * PAGE
     return max(min(TILE, share), LEAST_TILE if least is None else least)
 
 
 def tiles(nbytes: int, tile: int, alignment: int = PAGE) -> list[tuple[int, int]]:
-    """Cut a group into as few tiles of up to `tile` bytes as there can be, all about equal.
+    """Split a group into the fewest tiles of up to `tile` bytes, all about equal.
 
-    Returns the first byte and the bytes of each. All but the last are multiples of `alignment`,
-    which `tile` must be, too.
+    Returns the offset and the size of each, in bytes. All sizes but the last are multiples of
+    `alignment`, and so must be `tile`.
 
     >>> tiles(100, 40, alignment=10)
     [(0, 40), (40, 40), (80, 20)]
@@ -120,46 +127,46 @@ def tiles(nbytes: int, tile: int, alignment: int = PAGE) -> list[tuple[int, int]
 
 
 class Branch(Protocol):
-    """A module of a model, as far as cutting the model needs to know it."""
+    """The module interface that partitioning needs."""
 
     @property
     def name(self) -> str:
-        """Its full name; empty for the model itself."""
+        """Full name; empty for the model itself."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its tensors, ties counted once."""
+        """Bytes of all its tensors, with tied ones counted once."""
 
     @property
     def atomic(self) -> bool:
-        """Whether it uses tensors of the modules in it without calling them."""
+        """True if it uses tensors of its children without calling them."""
 
     @property
     def compiled(self) -> bool:
-        """Whether its forward is compiled by itself: nothing can come in the middle of it."""
+        """True if its forward is compiled as a whole, so no hook can run inside it."""
 
     @property
     def routed(self) -> bool:
-        """Whether data choose if it is used: it is one of several experts, or has all of them."""
+        """True if it is one of several experts, or holds all of them: data decide its use."""
 
     @property
     def recomputed_in_parts(self) -> bool:
-        """Whether a backward pass runs modules in it again, without the rest of it."""
+        """True if a backward pass recomputes some of its modules without the others."""
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether its children are blocks: it is a list of modules."""
+        """True if it is a module list, whose children are blocks."""
 
     @property
     def callable(self) -> bool:
-        """Whether it has a forward. Of some lists, only the children are called."""
+        """True if it has a forward. Some module lists are never called themselves."""
 
     @property
     def has_own(self) -> bool:
-        """Whether it has tensors of its own, outside of its children."""
+        """True if it has tensors outside its children."""
 
     def children(self) -> Sequence[Branch]:
-        """The modules in it."""
+        """Return its child modules, in order."""
 
 
 BranchType = TypeVar("BranchType", bound=Branch)
@@ -168,10 +175,12 @@ ItemType = TypeVar("ItemType")
 
 @dataclass(frozen=True)
 class OutlinePiece(Generic[BranchType]):
-    """A unit: a branch, with all that is in it (`whole`) or with its own tensors only.
+    """A unit: a branch with all its descendants (`whole`) or only with its own tensors.
 
-    `block` says that it counts as a block. `encloses` others while it runs. Data choose whether
-    what is `routed` is used.
+    Attributes:
+        block: True if it counts as a block.
+        encloses: True if other units run during its forward.
+        routed: True if data decide whether it is used.
     """
 
     branch: BranchType
@@ -181,15 +190,15 @@ class OutlinePiece(Generic[BranchType]):
     routed: bool = False
 
 
-def cut(
+def partition_units(
     root: BranchType, offload_type: str, block_limit: int | None, block_modules: Collection[str]
 ) -> Iterator[OutlinePiece[BranchType]]:
-    """Cut a model into units, in the order of its modules.
+    """Partition a model into units, in the order of its modules.
 
-    `"leaf_level"` makes every module with tensors of its own a unit. `"block_level"` keeps blocks
-    of up to `block_limit` bytes whole (None: however large) and cuts larger ones into leaves;
-    the modules that are named in `block_modules` are blocks too. So are those that are compiled
-    by themselves, however large. Experts are units, and blocks that have some are cut into leaves.
+    `"leaf_level"` makes every module with its own tensors a unit. `"block_level"` keeps blocks of
+    up to `block_limit` bytes whole (None: no limit) and splits larger ones into leaves. The modules
+    named in `block_modules` are blocks too, and so are separately compiled modules of any size.
+    Each expert is a unit, and blocks with experts are split into leaves.
     """
     return _walk(root, offload_type == "block_level", block_limit, block_modules)
 
@@ -226,8 +235,11 @@ def _has_routed(branch: Branch) -> bool:
 
 @dataclass(frozen=True)
 class Need:
-    """A unit, as far as grouping sees it: the memory that it needs, piece by piece, in the order
-    in which its tensors were registered and, if that is another, in that of their names."""
+    """A unit as grouping sees it: the pieces of memory that it needs.
+
+    `memory` is in the order in which tensors were registered, `by_name` in the order of their
+    names.
+    """
 
     name: str
     memory: tuple[Hashable, ...]
@@ -244,11 +256,11 @@ def need_of(
     encloses: bool = False,
     routed: bool = False,
 ) -> Need:
-    """Return the need of a unit. `memory` maps the names of its tensors to what they show.
+    """Return the need of a unit. `memory` maps the names of its tensors to their memory.
 
-    A unit of several groups is spread over them in the order of its tensors' names, as they are in
-    a file. So it is in the same ones whether its modules are known or only its files, and a group
-    is contiguous in a file.
+    A unit that needs several groups is spread over them in the order of its tensors' names, which
+    is their order in a file. So the groups are the same whether the modules or only the files are
+    known, and each group is contiguous in a file.
     """
     by_name = tuple(memory[tensor] for tensor in sorted(memory))
     registered = by_name if block else tuple(memory.values())
@@ -257,7 +269,7 @@ def need_of(
 
 @dataclass
 class Portion:
-    """What moves together, and the name to call it by; whether it is `routed`."""
+    """The pieces of memory of one group, its name, and whether data decide its use (`routed`)."""
 
     name: str
     memory: list[Hashable] = field(default_factory=list)
@@ -270,23 +282,23 @@ def portions(
     target: int,
     blocks_per_group: int | None,
 ) -> list[Portion]:
-    """Put units into groups of up to `target` bytes, or of `blocks_per_group` blocks.
+    """Assign units to groups of up to `target` bytes, or of `blocks_per_group` blocks.
 
-    `nbytes` tells the size of each piece of memory. It is in the group of the first unit that
-    needs it. A block of more than `target` bytes is spread over groups of its own. So is a module
-    with more than that beside its largest tensor, and what is routed, however small. Crumbs, one in
-    `CRUMBS` bytes of `target`, stay with their neighbours.
+    `nbytes` is the size of each piece of memory, which goes to the group of the first unit that
+    needs it. These units get separate groups: blocks of more than `target` bytes, other modules
+    with more than `target` bytes besides their largest tensor, and routed units of any size. Pieces
+    of up to `target / NEGLIGIBLE_FRACTION` bytes stay with their neighbours.
     """
-    crumb = target // CRUMBS
+    negligible = target // NEGLIGIBLE_FRACTION
 
     def spread(pieces: list[Hashable]) -> Iterator[list[Hashable]]:
-        return in_portions(pieces, nbytes.__getitem__, target, crumb)
+        return in_portions(pieces, nbytes.__getitem__, target, negligible)
 
     groups: list[Portion] = []
     routed: list[Portion] = []
     claimed: set[Hashable] = set()
     size = count = 0
-    of_blocks: bool | None = None  # what the open group is made of; None: no group is open
+    of_blocks: bool | None = None  # whether the open group consists of blocks; None: none is open
     for unit in units:
         own = [piece for piece in dict.fromkeys(unit.memory) if piece not in claimed]
         needed = sum(nbytes[piece] for piece in own)
@@ -294,7 +306,7 @@ def portions(
             routed += [Portion(unit.name, part, routed=True) for part in spread(own)]
             claimed.update(own)
             continue
-        # A module's largest tensor sets how large its group must be: more than that is spread.
+        # A group must hold the module's largest tensor in any case; only the rest is spread.
         beside = 0 if unit.block else max((nbytes[piece] for piece in own), default=0)
         if needed - beside > target and not (unit.block and blocks_per_group):
             name = unit.name or "root"
@@ -306,7 +318,7 @@ def portions(
             of_blocks = None
             continue
         counted = blocks_per_group and unit.block
-        over = size + needed > target and min(size, needed) > crumb
+        over = size + needed > target and min(size, needed) > negligible
         full = count >= (blocks_per_group or 0) if counted else over
         another_kind = of_blocks is None or (blocks_per_group and unit.block is not of_blocks)
         if full or unit.encloses or another_kind:
@@ -316,22 +328,22 @@ def portions(
         claimed.update(own)
         size, count = size + needed, count + 1
         if unit.encloses:
-            of_blocks = None  # held while its children run: nothing else should be in it
+            of_blocks = None  # leased while its children run, so no other unit may share it
     return [group for group in [*groups, *routed] if group.memory]
 
 
 def in_portions(
-    items: Iterable[ItemType], nbytes: Callable[[ItemType], int], target: int, crumb: int = 0
+    items: Iterable[ItemType], nbytes: Callable[[ItemType], int], target: int, negligible: int = 0
 ) -> Iterator[list[ItemType]]:
-    """Items that follow each other, in portions of up to `target` bytes, or of one item.
+    """Split items into runs of up to `target` bytes, or of one larger item.
 
-    Portions and items of up to `crumb` bytes are not left by themselves.
+    Runs and items of up to `negligible` bytes join their neighbours.
     """
     portion: list[ItemType] = []
     size = 0
     for item in items:
         needed = nbytes(item)
-        if portion and size + needed > target and min(size, needed) > crumb:
+        if portion and size + needed > target and min(size, needed) > negligible:
             yield portion
             portion, size = [], 0
         portion.append(item)
@@ -341,13 +353,13 @@ def in_portions(
 
 
 def needed_by(units: Iterable[Need], groups: Sequence[Portion]) -> list[tuple[int, ...]]:
-    """The numbers of the groups that each unit needs while it runs."""
+    """Return the indices of the groups that each unit needs while it runs."""
     group_of = {piece: number for number, group in enumerate(groups) for piece in group.memory}
     return [tuple(dict.fromkeys(group_of[piece] for piece in unit.memory)) for unit in units]
 
 
 def unused(key: str, used: set[str]) -> str:
-    """Return the key itself, or with a number behind it if it is in `used`, and add it there."""
+    """Return the key, with a numeric suffix if it is in `used`, and add the result to `used`."""
     number, found = 1, key
     while found in used:
         number += 1

@@ -1,12 +1,14 @@
-"""Signal handlers that come in a critical section of the main thread run right after it.
+"""Defers signal handlers that arrive in a critical section of the main thread to its end.
 
-Python runs a handler between two instructions of the main thread. If that is in the middle of a
-section, a call of the store in the handler cannot work: what it waits for is done once the handler
-returns. A section takes microseconds and waits for nothing, so the handlers that callers have
-installed are exchanged for its time, and put back at its end, in time for what has arrived. Nobody
-else sees it: only the main thread may look at handlers, and it is inside.
+Python runs a handler between two instructions of the main thread. In a critical section, a store
+call in the handler would deadlock: it would wait for the section, which continues only after the
+handler returns. A section takes microseconds and never blocks. So the callers' handlers are
+replaced for its duration and restored at its end, in time to run for the signals that arrived. The
+replacement is invisible to others: only the main thread can read handlers, and it is in the
+section.
 
-SIGINT's own handler stays: it raises KeyboardInterrupt, which a section survives.
+The default handler of SIGINT stays installed: it raises KeyboardInterrupt, which a section
+survives.
 """
 
 from __future__ import annotations
@@ -23,28 +25,30 @@ from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
-# Those of `signal` make members of enumerations of all that they return, in ten times the time.
+# The functions of `signal` wrap their results in enumerations, which takes ten times as long.
 _handler_of = _signal.getsignal
 _install = _signal.signal
 
 Handler = Callable[[int, FrameType | None], Any]
 
-_LOOK_EVERY = 0.01
-"""Seconds between looks for new handlers. One that is newer may come in a section: a call of the
-store there raises ReentrantCallError."""
+_REFRESH_SECONDS = 0.01
+"""Seconds between refreshes of the known handlers.
+
+A newer handler may run in a section; a store call in it raises ReentrantCallError.
+"""
 
 _SIGNALS = sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP})
-_handled: list[int] = []  # signals that have a caller's handler, as of the last look
-_next_look = 0.0
-_stand_ins: dict[int, HeldHandler] = {}  # the latest, by signal
+_handled: list[int] = []  # signals with a caller's handler, as of the last refresh
+_next_refresh = 0.0
+_held: dict[int, HeldHandler] = {}  # the latest, by signal
 _main: int | None = threading.main_thread().ident
 
 arrived: deque[tuple[int, Handler]] = deque()
-"""Signals that have come in a section, and whose handlers are due at its end."""
+"""Signals that arrived in a section, whose handlers are due at its end."""
 
 
 def _forked() -> None:
-    """The thread that has forked is the main thread of the child."""
+    """Record the forking thread, which is the main thread of the child."""
     global _main
     _main = threading.get_ident()
     arrived.clear()
@@ -54,7 +58,7 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class HeldHandler:
-    """Stands in for the handler of a signal while `inside`, and notes what arrives."""
+    """Replaces the handler of a signal while `inside()` is True, and records arrivals."""
 
     __slots__ = ("_inside", "handler", "number")
 
@@ -64,74 +68,74 @@ class HeldHandler:
         self._inside = inside
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """A signal has arrived."""
+        """Record the arrival, or run the handler at once outside a section."""
         if self._inside():
             arrived.append((number, self.handler))
-        else:  # the section is about to begin or over, or an interrupt has left this here
+        else:  # the section is about to begin or has ended, or an interrupt left this installed
             self.handler(number, frame)
 
 
-def look_again() -> None:
-    """Have the next section look for new handlers."""
-    global _next_look
-    _next_look = 0.0
+def request_refresh() -> None:
+    """Refresh the known handlers at the start of the next section."""
+    global _next_refresh
+    _next_refresh = 0.0
 
 
 def hold(inside: Callable[[], bool], *, nested: bool) -> list[HeldHandler]:
-    """Hold handlers back while `inside` says so, on the main thread. Returns them, for `let_go`.
+    """Defer handlers on the main thread while `inside()` is True. Return them, for `release`.
 
-    `nested`: a handler that came just before a section begins one itself, and what that holds back
-    already is left to it.
+    `nested` is True in a handler that interrupted the entry to a section and enters one itself;
+    handlers that are already deferred are then left to the outer section.
     """
     if threading.get_ident() != _main:
         return []
-    if time.monotonic() >= _next_look:
-        _look()
+    if time.monotonic() >= _next_refresh:
+        _refresh()
     held: list[HeldHandler] = []
-    for number in _handled:  # calls nothing for a handler that was held before: units come by here
+    for number in _handled:  # hot path of every unit: known handlers must not cost a call
         handler = _handler_of(number)
-        stand_in = _stand_ins.get(number)
-        if stand_in is None or stand_in.handler is not handler:
+        holder = _held.get(number)
+        if holder is None or holder.handler is not handler:
             if not _is_callers(handler):
                 continue
             if isinstance(handler, HeldHandler):
-                if not nested:  # an interrupt has left it there
+                if not nested:  # left installed by an interrupt
                     held.append(handler)
                 continue
-            stand_in = _stand_ins[number] = HeldHandler(number, handler, inside)
-        held.append(stand_in)
-        _install(number, stand_in)
+            holder = _held[number] = HeldHandler(number, handler, inside)
+        held.append(holder)
+        _install(number, holder)
     return held
 
 
-def _look() -> None:
-    """See which signals have a caller's handler."""
-    global _handled, _next_look
-    # Most signals have no handler of Python's: that is told without a call.
+def _refresh() -> None:
+    """Find the signals that have a caller's handler."""
+    global _handled, _next_refresh
+    # Most signals have no Python handler, which needs no further call to find out.
     callers = [number for number in _SIGNALS if callable(_handler_of(number))]
     _handled = [number for number in callers if _is_callers(_handler_of(number))]
-    # A finalizer may run here and call the store, which looks again: so walk a copy, and expect
-    # that an entry is gone.
-    for number in tuple(_stand_ins):
+    # A finalizer may run here and call the store, which refreshes again: so iterate over a copy,
+    # and tolerate missing entries.
+    for number in tuple(_held):
         if number not in _handled:
-            _stand_ins.pop(number, None)  # nobody else may keep the handler
-    _next_look = time.monotonic() + _LOOK_EVERY
+            _held.pop(number, None)  # this may hold the last reference to the handler
+    _next_refresh = time.monotonic() + _REFRESH_SECONDS
 
 
 def _is_callers(handler: Any) -> bool:
-    """Whether it is Python's, and does more than raise KeyboardInterrupt or wake an event loop."""
+    """Return True for a Python handler other than Python's for SIGINT and those of asyncio."""
     if not callable(handler) or handler is signal.default_int_handler:
         return False
     return getattr(handler, "__module__", None) != "asyncio.unix_events"
 
 
-def let_go(held: Iterable[HeldHandler]) -> None:
-    """Put handlers back, and run those that are due. Raises what they raise."""
+def release(held: Iterable[HeldHandler]) -> None:
+    """Restore handlers, and run those that are due. Their exceptions propagate."""
     if threading.get_ident() != _main:
         return
     try:
         for each in held:
-            if _handler_of(each.number) is each:  # it may be the caller's again
+            if _handler_of(each.number) is each:  # else the caller has installed another
                 _install(each.number, each.handler)
     finally:
         if arrived:
@@ -139,8 +143,8 @@ def let_go(held: Iterable[HeldHandler]) -> None:
 
 
 def _run_arrived(frame: FrameType) -> None:
-    # All of them first, so that they do not run in each other's sections. One by one: a handler
-    # that comes in between takes what is left, and nothing runs twice.
+    # Collect all before running any, so none runs in another's section. Pop one by one: a handler
+    # that interrupts takes the rest, and none runs twice.
     due: list[tuple[int, Handler]] = []
     with contextlib.suppress(IndexError):
         while True:
@@ -149,7 +153,7 @@ def _run_arrived(frame: FrameType) -> None:
 
 
 def _run(due: list[tuple[int, Handler]], frame: FrameType) -> None:
-    """Run every one of them, also if one raises."""
+    """Run all due handlers, even if one raises."""
     try:
         while due:
             number, handler = due.pop(0)

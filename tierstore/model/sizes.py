@@ -1,4 +1,4 @@
-"""Sizes as people write them, as a plain number of bytes.
+"""Parses human-readable sizes into bytes, and reads the memory limits of the process.
 
 >>> parse_size("8GB"), parse_size("8GiB"), parse_size(1024)
 (8000000000, 8589934592, 1024)
@@ -18,8 +18,11 @@ PAGE = 4096
 
 _SIZES_PER_DOUBLING = 64
 _FINE_FROM, _FINE_STEP = 16 << 20, 32 << 10
-"""From so many bytes on, sizes of slots are so many bytes apart: with steps of a 64th, a model of
-large groups takes 1 % more memory than it has bytes, and so much more has to move in each pass."""
+"""Bytes. From `_FINE_FROM` on, slot sizes are multiples of `_FINE_STEP`.
+
+With steps of 1/64, a model of large groups would take 1 % more memory than it has bytes, and move
+1 % more bytes in each pass.
+"""
 
 _UNITS = {"b": 1}
 for _power, _letter in enumerate("kmgt", start=1):
@@ -30,15 +33,15 @@ _WRITTEN = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z%]*)\s*")
 
 
 def round_up(nbytes: int, multiple: int) -> int:
-    """The smallest multiple of `multiple` that is not below `nbytes`."""
+    """Round `nbytes` up to a multiple of `multiple`."""
     return -(-nbytes // multiple) * multiple
 
 
 def slot_bytes(nbytes: int) -> int:
-    """The size of a slot for so many bytes: whole pages, and less than a 64th more than it takes.
+    """Return the size of a slot for `nbytes` bytes: whole pages, at most 1/64 more than needed.
 
-    Equal blocks of a model differ by a page, as each begins elsewhere in its file. There are few
-    sizes of slots, so that such groups take each other's place in memory that is made once.
+    Equal blocks of a model may differ by a page, because each starts at another offset in its file.
+    With few slot sizes, such groups can reuse each other's slots.
 
     >>> slot_bytes(5000), slot_bytes(10_000_000), slot_bytes(10_004_096)
     (8192, 10092544, 10092544)
@@ -52,19 +55,19 @@ def slot_bytes(nbytes: int) -> int:
 def parse_size(
     value: int | float | str, *, total: int | None = None, auto: int | None = None
 ) -> int:
-    """Turn a size into bytes.
+    """Convert a size to bytes.
 
-    An int is bytes. `"8GB"` is 8·10⁹ and `"8GiB"` is 2³³ bytes, in any case of the letters.
-    `"50%"` and a float in (0, 1] are a share of `total` bytes (default: the memory this process
-    may use, see `usable_memory`). `"auto"` is `auto` bytes, where the caller offers that.
+    An int is bytes. `"8GB"` is 8·10⁹ bytes and `"8GiB"` is 2³³ bytes, in upper or lower case.
+    `"50%"` and a float in (0, 1] are a share of `total` bytes (default: the memory that this
+    process may use, see `usable_memory`). `"auto"` is `auto` bytes, if the caller supports it.
 
-    Raises ValueError or TypeError, saying how to write it, for anything that could be read in two
-    ways: `"8"`, `"0.5"`, `"8G"`, `1.5`, a bool, a negative number.
+    Raises ValueError or TypeError for anything ambiguous or invalid: `"8"`, `"0.5"`, `"8G"`, `1.5`,
+    a bool, a negative number. The message says how to write the size.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise TypeError(
-            f"a size is an int of bytes, a string such as '8GB', or a share such as 0.5, "
-            f"not {value!r}: pass one of those"
+            f"a size must be an int of bytes, a string such as '8GB', or a share such as 0.5, "
+            f"not {value!r}"
         )
     if isinstance(value, int):
         return _positive(value, value)
@@ -72,7 +75,7 @@ def parse_size(
         return _share(value, value, total)
     if is_auto(value):
         if auto is None:
-            raise ValueError("'auto' is not offered for this size: pass bytes, such as '8GB'")
+            raise ValueError("'auto' is not supported for this size: pass bytes, such as '8GB'")
         return auto
     return _parse_text(value, total, "'50%' or 'auto'" if auto is not None else "or '50%'")
 
@@ -80,7 +83,7 @@ def parse_size(
 def _parse_text(text: str, total: int | None, others: str) -> int:
     match = _WRITTEN.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is no size: write it like '8GB', '8GiB', {others}")
+        raise ValueError(f"{text!r} is not a size: write it like '8GB', '8GiB', {others}")
     number, unit = match.groups()
     if unit == "%":
         return _share(float(number) / 100, text, total)
@@ -101,8 +104,8 @@ def _parse_text(text: str, total: int | None, others: str) -> int:
 def _share(share: float, written: float | str, total: int | None) -> int:
     if not 0 < share <= 1:
         raise ValueError(
-            f"{written!r} is not a share: a float or percentage must lie above 0 and at most at "
-            "1 (100%); for bytes pass an int or a string such as '1.5GB'"
+            f"{written!r} is not a share: a float or percentage must be above 0 and at most 1 "
+            "(100%); for bytes pass an int or a string such as '1.5GB'"
         )
     return _positive(int(share * (usable_memory() if total is None else total)), written)
 
@@ -114,27 +117,27 @@ def _positive(nbytes: int, written: object) -> int:
 
 
 def ram_bytes(ram: int | float | str, available: int | None = None) -> int:
-    """A `ram_budget` in bytes: what a store opens with, and what is planned with.
+    """Convert a `ram_budget` to bytes, for a store or for a plan.
 
-    A share is one of what this process may use (`usable_memory`); `"auto"` is half of what is
-    available now (`available_memory`, unless `available` bytes are given).
+    A share is a share of the memory that this process may use (`usable_memory`). `"auto"` is half
+    of the memory that is free now: `available` bytes, or by default `available_memory()`.
 
-    Raises what `parse_size` raises.
+    Raises the errors of `parse_size`.
     """
     free = available_memory() if available is None else available
     return parse_size(ram, total=usable_memory(), auto=free // shares.AUTO)
 
 
 def is_auto(budget: object) -> bool:
-    """Whether a budget says `"auto"`."""
+    """Return True if a budget is `"auto"`."""
     return isinstance(budget, str) and budget.strip().lower() == "auto"
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Return the bytes of RAM that this process could take now without anything being swapped out.
+    """Return the bytes of RAM that this process could allocate now without swapping.
 
-    A cgroup has what is left of its limit: its other processes count, page cache that the kernel
-    would reclaim does not, as in /proc/meminfo's MemAvailable.
+    Within a cgroup, this is the limit minus the usage of all its processes, without reclaimable
+    page cache, as in MemAvailable of /proc/meminfo.
     """
     left = (group.limit - group.usage + group.reclaimable for group in _cgroups(root))
     return max(min([usable_memory(root), int(_machine_memory().available), *left]), 0)
@@ -143,20 +146,20 @@ def available_memory(root: Path = Path("/")) -> int:
 def usable_memory(root: Path = Path("/")) -> int:
     """Return the bytes of RAM that this process may use: the machine's, or its cgroup's if less.
 
-    `root` is the directory of /proc and /sys (tests point it at a made-up tree).
+    `root` is the parent directory of proc and sys, which tests replace.
     """
     limits = (group.limit for group in _cgroups(root))
     return min([int(_machine_memory().total), *limits])
 
 
 def _machine_memory() -> Any:
-    import psutil  # when it is needed: the command line must start at once
+    import psutil  # imported lazily, for a fast start of the command line
 
     return psutil.virtual_memory()
 
 
 class _Files(NamedTuple):
-    """Names of the files and counters that one version of cgroups has, for a group and below."""
+    """Names of the files of one cgroup version, and of its counters of reclaimable page cache."""
 
     limit: str
     usage: str
@@ -172,7 +175,7 @@ _VERSION_2 = _Files("memory.max", "memory.current", ("inactive_file", "active_fi
 
 
 class _Cgroup(NamedTuple):
-    """A cgroup with a limit. `reclaimable` bytes of its usage are page cache. All in bytes."""
+    """A cgroup with a limit, in bytes. `reclaimable` bytes of its usage are page cache."""
 
     limit: int
     usage: int
@@ -196,7 +199,7 @@ def _cgroups(root: Path) -> list[_Cgroup]:
 
 
 def _limited_upwards(mount: Path, path: str, files: _Files) -> list[_Cgroup]:
-    """Return each cgroup with a limit from `path` up to the root: the tightest one binds."""
+    """Return each cgroup with a limit, from `path` up to the root; the lowest limit applies."""
     groups = []
     here = mount / path.lstrip("/")
     while True:
@@ -210,7 +213,7 @@ def _limited_upwards(mount: Path, path: str, files: _Files) -> list[_Cgroup]:
 
 
 def _number(path: Path) -> int | None:
-    """Return what a file says, or None if it is missing or says "max"."""
+    """Return the number in a file, or None if the file is missing or contains "max"."""
     try:
         text = path.read_text().strip()
     except OSError:

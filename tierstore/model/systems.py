@@ -1,4 +1,4 @@
-"""Which systems the package works on: Linux, with pages of 4096 bytes."""
+"""Supported systems: Linux with pages of 4096 bytes."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from mmap import PAGESIZE
 COMMANDS = ("tierstore-inspect", "tierstore-serve")
 
 PAGE = 4096
-"""Addresses, offsets in shared memory and the page map are reckoned in pages of this size. With
-larger ones a weight that was written to could be taken for one that was not."""
+"""Page size in bytes, assumed for addresses, shared-memory offsets and the page map.
+
+With larger pages, a write to a weight could go unnoticed.
+"""
 
 _OTHER_SYSTEM = (
-    "tierstore works on Linux only, and this is {platform!r}: it uses memory maps, page maps and "
-    "file locks that other systems do not have. On Windows, use WSL2; on macOS, a Linux container "
+    "tierstore supports Linux only, not {platform!r}: it uses memory maps, page maps and file "
+    "locks that other systems do not have. On Windows, use WSL2; on macOS, use a Linux container "
     "or virtual machine"
 )
 
 _OTHER_PAGES = (
-    "tierstore works with memory pages of 4096 bytes only, and this kernel has pages of {page_size}"
-    ": start the machine with a kernel of 4 KiB pages. On aarch64, distributions have them beside "
-    "those of 64 KiB (often called 64k)"
+    "tierstore supports memory pages of 4096 bytes only, but this kernel has pages of {page_size}"
+    " bytes: boot a kernel with 4 KiB pages. On aarch64, distributions offer one besides the "
+    "kernel with 64 KiB pages (often called 64k)"
 )
 
 
 def require_known_system(
     platform: str | None = None, page_size: int = PAGESIZE, program: str | None = None
 ) -> None:
-    """Raise ImportError, in words, on a system that the package does not work on.
+    """Raise ImportError, with an explanation, on an unsupported system.
 
-    `platform` is as `sys.platform` (the default), `page_size` in bytes. If `program` (by default
-    `sys.argv[0]`) is one of this package's commands, it ends with the same words instead: who has
-    typed a command is helped by a line, not by a traceback.
+    `platform` defaults to `sys.platform`; `page_size` is in bytes. If `program` (by default
+    `sys.argv[0]`) is one of this package's commands, raises SystemExit with the same message
+    instead, so that the command prints no traceback.
     """
     platform = sys.platform if platform is None else platform
     if platform != "linux":
@@ -42,7 +44,7 @@ def require_known_system(
         return
     if program is None:
         program = sys.argv[0] if getattr(sys, "argv", None) else ""
-    # A path may have either kind of slash, whichever system this is.
+    # Windows paths have backslashes.
     command = program.replace("\\", "/").rpartition("/")[2].removesuffix(".exe")
     if command in COMMANDS:
         raise SystemExit(f"{command}: {message}")

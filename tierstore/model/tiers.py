@@ -1,4 +1,4 @@
-"""Where bytes can live, and what a caller means to do with them."""
+"""Memory tiers, and the kinds of access to a leased group."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import ClassVar
 
 
 class Tier(int):
-    """A kind of memory. Tiers compare by speed: the fastest is the smallest.
+    """A level of the memory hierarchy. Tiers compare by speed; the fastest is the smallest.
 
     >>> Tier.DEVICE < Tier.HOST < Tier.DISK
     True
 
     Attributes:
-        name: as numbers and messages have it: `"DEVICE"`, `"HOST"`, `"DISK"`.
-        persistent: whether what is there needs no copy in memory.
-        DEVICE: memory of the accelerator. A store on the CPU has no such tier.
-        HOST: memory of the machine; page-locked where there is an accelerator.
-        DISK: the store's directory, and checkpoints where they lie.
+        name: `"DEVICE"`, `"HOST"` or `"DISK"`, as used in statistics and messages.
+        persistent: True if bytes there need no copy in memory.
+        DEVICE: accelerator memory. A store on the CPU has no such tier.
+        HOST: host memory (RAM), page-locked if the store serves an accelerator.
+        DISK: the store's directory, and checkpoints registered in place.
     """
 
     name: str
@@ -54,39 +54,39 @@ Tier.HOST = Tier(1, "HOST")
 Tier.DISK = Tier(2, "DISK", persistent=True)
 
 TIERS = {tier.name: tier for tier in (Tier.DEVICE, Tier.HOST, Tier.DISK)}
-"""The tiers that every store may have, by name, the fastest first."""
+"""The tiers that a store may have, by name, fastest first."""
 
 
 def in_memory(tiers: Iterable[Tier]) -> list[Tier]:
-    """Those that are not persistent, the fastest first. Groups are put to the last of them."""
+    """Return the tiers that are not persistent, fastest first. Puts go to the last of them."""
     return [tier for tier in sorted(tiers) if not tier.persistent]
 
 
 class UseOrder(Enum):
-    """How it is known when a group is used next.
+    """The source of predictions of a group's next use.
 
     LEARNED
-        From the order in which groups were used before.
-    ANNOUNCED
-        Its user always says when it comes next: nothing is learned from its uses.
+        The order in which groups were used before.
+    PREFETCHED
+        Prefetch calls of the group's owner; nothing is learned from its uses.
     ROUTED
-        Data choose it, as a router chooses experts: it has no place in an order, and is used as
-        often as it was before.
+        Data decide, as when a router selects experts: the group has no place in an order, and is
+        assumed to be used as often as before.
     """
 
     LEARNED = "learned"
-    ANNOUNCED = "announced"
+    PREFETCHED = "announced"
     ROUTED = "routed"
 
 
 class Access(Enum):
-    """What you will do with the tensors of a lease.
+    """The kind of access that a lease grants.
 
     Attributes:
-        READ: look at them. Every copy stays valid; many may read at once.
-        UPDATE: change them in place; others wait meanwhile. Afterwards only the leased copy is
-            valid, and a checkpoint that the group came from is no longer trusted.
-        TAKE: read them for the last time: the group is forgotten when the lease is released.
+        READ: read-only access, shared by any number of leases. All copies stay valid.
+        UPDATE: exclusive access for in-place changes; other leases wait. Afterwards only the leased
+            copy is valid, and a checkpoint that the group came from is no longer used.
+        TAKE: read access for the last time: the group is discarded when the lease is released.
     """
 
     READ = "read"
@@ -95,16 +95,16 @@ class Access(Enum):
 
 
 class HostAccess(Enum):
-    """What somebody will do with a group in host memory while they hold it there.
+    """The kind of access that a lease in host memory grants.
 
     READ
-        Look at it. Every copy stays valid.
+        Read-only access. All copies stay valid.
     UPDATE
-        Change it in place. Afterwards only this copy is valid.
+        In-place changes. Afterwards only this copy is valid.
     RENEW
-        Give all of it new values: the old ones are not even fetched.
+        Overwriting all values; the old ones are not fetched.
     PERMANENT
-        Change it now and then, and never give it back: nobody should wait for its room.
+        In-place changes, without a release: no request may wait for this memory.
     """
 
     READ = "read"

@@ -1,8 +1,8 @@
-"""Which of a directory's files `from_pretrained` reads, told by their names.
+"""Selects the weight files that `from_pretrained` reads from a directory, by their names.
 
-Libraries give a model's weights one of a few names: `model.safetensors`, or
-`model.safetensors.index.json` beside shards. Before the ending may stand a *variant*, as in
-`model.fp16.safetensors`: the same weights at another dtype.
+Libraries use a few names for the weights of a model: `model.safetensors`, or
+`model.safetensors.index.json` for shards. A *variant* may precede the suffix, as in
+`model.fp16.safetensors`: the same weights in another dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _USUAL = re.compile(rf"({'|'.join(USUAL_NAMES)})[.-].*")
 
 
 def variant_of(name: str) -> str | None:
-    """Of which variant a file's weights are, or the weights in an index; None for other files.
+    """Return the variant of a weight file or index ("" for none), or None for other files.
 
     >>> variant_of("unet/model.fp16-00001-of-00002.safetensors"), variant_of("model.safetensors")
     ('fp16', '')
@@ -36,7 +36,7 @@ def variant_of(name: str) -> str | None:
 
 
 def is_pickle(name: str) -> bool:
-    """Whether a file is one of torch's pickles, which nobody here reads.
+    """Return True if a file is a torch pickle, which tierstore does not read.
 
     >>> is_pickle("unet/diffusion_pytorch_model.bin"), is_pickle("model.safetensors")
     (True, False)
@@ -45,15 +45,15 @@ def is_pickle(name: str) -> bool:
 
 
 def has_weights(names: Collection[str]) -> bool:
-    """Whether there are weights among these files, or an index: then all it lists should be."""
+    """Return True if a weight file or an index of weight files is among these files."""
     return any(variant_of(name) is not None for name in names)
 
 
 def main_file(names: Collection[str], variant: str | None = None) -> str | None:
-    """The file, or index of files, that is read of one directory.
+    """Return the weight file or index to read from a directory.
 
-    It is of `variant` where there is such a one, and else of none; where there are only others, it
-    is of the first of them. None where no file has a usual name: then all of them are meant.
+    Prefers `variant`, then files without a variant, then the first of the other variants. Returns
+    None if no file has a usual name: then all weight files are to be read.
 
     >>> main_file(["model.fp16.safetensors", "model.safetensors"], "fp16")
     'model.fp16.safetensors'
@@ -79,5 +79,5 @@ def main_file(names: Collection[str], variant: str | None = None) -> str | None:
 
 
 def variants_among(names: Collection[str]) -> list[str]:
-    """The variants there are, besides the weights of none."""
+    """Return the variants among these files, sorted; files without a variant do not count."""
     return sorted({v for name in names if _USUAL.fullmatch(name) and (v := variant_of(name))})

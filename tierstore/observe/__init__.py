@@ -1,1 +1,1 @@
-"""OBSERVE: what a store did and when, as notes, numbers, traces and metrics. Decides nothing."""
+"""OBSERVE: records what a store does, as statistics, traces and metrics. Makes no decisions."""

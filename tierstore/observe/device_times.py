@@ -1,8 +1,8 @@
-"""When an accelerator did what it was told: events with a time, told of once they have passed.
+"""Timestamps of work on an accelerator, taken with device events.
 
-Nothing here waits. Where one event is known to have passed at some moment of the host's clock, the
-device tells how much later another one passed. A moment is moved in between the ones at which the
-host had asked for it and found it passed, so that the two clocks cannot drift apart.
+Nothing here blocks. The device reports only the time between two events, so each timestamp is
+computed from the previous event, whose host time is known. It is clamped to the interval between
+recording the event and finding it complete, so the two clocks cannot drift apart.
 """
 
 from __future__ import annotations
@@ -17,100 +17,105 @@ import torch
 from tierstore.model.locks import RLock, under
 from tierstore.torch_private import stream_of_device
 
-_LOOK_AT = 64
-"""So many are told of at once."""
-_LOOK_ANYWAY = 16 * _LOOK_AT
-"""So many wait at most for another thread to look."""
+_POLL_AFTER = 64
+"""Callbacks that are collected before the device is polled."""
+_POLL_AT_ONCE_AFTER = 16 * _POLL_AFTER
+"""Callbacks that may wait for another thread to poll; beyond that, the caller polls."""
 
 
 @dataclass(eq=False, slots=True)
 class Mark:
-    """An event in a stream, and when it was asked for."""
+    """An event in a stream, and the host time at which it was recorded."""
 
     event: torch.Event
-    asked: float
+    requested: float
     stream: torch.Stream | None = None
 
 
-Told = Callable[[list[float]], None]
-_Waiting = tuple[Told, tuple[Mark, ...]]
+Callback = Callable[[list[float]], None]
+_Pending = tuple[Callback, tuple[Mark, ...]]
 
 
 class DeviceTimes:
-    """When marks in the streams of one accelerator passed, in seconds of `time.monotonic`.
+    """Converts marks in the streams of one accelerator to seconds of `time.monotonic`.
 
-    A device that is behind has many marks before it. Those of one stream pass in order, so of each
-    stream only the first that has not passed is asked.
+    A busy device may have many marks pending. The marks of one stream complete in order, so only
+    the first pending mark of each stream is queried.
     """
 
     def __init__(self, device: torch.device, stream: torch.Stream) -> None:
         self.device = device
         self._lock = RLock()
-        self._new: deque[_Waiting] = deque()  # any thread may append, without the lock
-        self._waiting: dict[torch.Stream | None, deque[_Waiting]] = {}
+        self._new: deque[_Pending] = deque()  # any thread may append, without the lock
+        self._pending: dict[torch.Stream | None, deque[_Pending]] = {}
         self._submit: Callable[[Callable[[], None]], None] | None = None
-        self._is_looked_soon = False
+        self._poll_scheduled = False
         self._known = self.mark(stream).event
         self._known.synchronize()
         self._known_at = time.monotonic()
 
     def mark(self, stream: torch.Stream | None = None) -> Mark:
-        """Mark this place in a stream: the current one, or `stream`."""
-        asked = time.monotonic()
-        # `blocking`: who waits for it should sleep. (torch 2.13 takes the option and ignores it.)
+        """Record a mark in `stream`, or in the current one."""
+        requested = time.monotonic()
+        # `blocking`: a waiter should sleep. (torch 2.13 accepts the option and ignores it.)
         event = torch.Event(self.device, enable_timing=True, blocking=True)
         stream = stream or stream_of_device(self.device.index)
         event.record(stream)
-        return Mark(event, asked, stream)
+        return Mark(event, requested, stream)
 
-    def look_on(self, submit: Callable[[Callable[[], None]], None]) -> None:
-        """From now on `submit` has `look` called on another thread: it takes longer than what
-        those who tell do, which mostly launch kernels."""
+    def poll_on(self, submit: Callable[[Callable[[], None]], None]) -> None:
+        """Poll on another thread, through `submit`.
+
+        Polling takes longer than the rest of what `notify`'s callers do, which is mostly launching
+        kernels.
+        """
         self._submit = submit
 
-    def tell(self, told: Told, *marks: Mark) -> None:
-        """Call `told` with the times of the marks, later, when the last of them has passed."""
-        self._new.append((told, marks))
-        if len(self._new) < _LOOK_AT:
+    def notify(self, callback: Callback, *marks: Mark) -> None:
+        """Call `callback` with the times of the marks once the last of them has completed."""
+        self._new.append((callback, marks))
+        if len(self._new) < _POLL_AFTER:
             return
-        if self._submit is None or len(self._new) >= _LOOK_ANYWAY:
-            self.look()
-        elif not self._is_looked_soon:
-            self._is_looked_soon = True
-            self._submit(self.look)
+        if self._submit is None or len(self._new) >= _POLL_AT_ONCE_AFTER:
+            self.poll()
+        elif not self._poll_scheduled:
+            self._poll_scheduled = True
+            self._submit(self.poll)
 
-    def look(self) -> None:
-        """Tell of what has passed meanwhile. Waits for nothing."""
-        self._is_looked_soon = False
-        under(self._lock, self._look)
+    def poll(self) -> None:
+        """Call the callbacks whose marks have completed. Does not block."""
+        self._poll_scheduled = False
+        under(self._lock, self._poll)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while self._new:
-            waiting = self._new.popleft()
-            self._waiting.setdefault(waiting[1][-1].stream, deque()).append(waiting)
-        for stream, queue in list(self._waiting.items()):
-            while queue and self._tell_first(queue):
+            pending = self._new.popleft()
+            self._pending.setdefault(pending[1][-1].stream, deque()).append(pending)
+        for stream, queue in list(self._pending.items()):
+            while queue and self._notify_first(queue):
                 pass
             if not queue:
-                self._waiting.pop(stream, None)
+                self._pending.pop(stream, None)
 
-    def _tell_first(self, queue: deque[_Waiting]) -> bool:
-        """Tell of the first that waits in a stream, if it has passed. Returns whether it waits no
-        more."""
-        told, marks = queue.popleft()
+    def _notify_first(self, queue: deque[_Pending]) -> bool:
+        """Call the first callback of a stream if its marks have completed.
+
+        Returns whether it was removed from the queue.
+        """
+        callback, marks = queue.popleft()
         try:
             passed = marks[-1].event.query()
-            times = [self._when(mark) for mark in marks] if passed else []
+            times = [self._time_of(mark) for mark in marks] if passed else []
         except RuntimeError:
-            return True  # the device failed, as others will tell: it knows no times any more
+            return True  # the device failed, which others report: it has no times any more
         if not passed:
-            queue.appendleft((told, marks))
+            queue.appendleft((callback, marks))
             return False
-        told(times)
+        callback(times)
         return True
 
-    def _when(self, mark: Mark) -> float:
+    def _time_of(self, mark: Mark) -> float:
         later: float = self._known.elapsed_time(mark.event) / 1000
-        at = min(max(self._known_at + later, mark.asked), time.monotonic())
+        at = min(max(self._known_at + later, mark.requested), time.monotonic())
         self._known, self._known_at = mark.event, at
         return at

@@ -1,22 +1,23 @@
-"""The record of all events of a planner, from which every decision can be made again.
+"""The log of a planner's events, from which every decision can be reproduced.
 
-A store keeps an `EventLog`: each event, and the instructions that followed. `EventLog.record` is
-what it holds, with all that a new planner has to know to begin as that one did; a trace has it as a
-document. A record that is whole (`dropped` is 0) gives the same instructions again, event by event
-(`tierstore.simulation.replay`): a decision that looks wrong, in a failing test or in a report of
-somebody's run, can be looked at as often as one likes.
+A store keeps an `EventLog`: each event, and the instructions that followed. `EventLog.record`
+returns its contents together with the settings that a new planner needs to start in the same state;
+a trace contains it as a document. Replaying a complete record (`dropped` is 0) gives the same
+instructions again, event by event (`tierstore.simulation.replay`). So a decision that looks wrong,
+in a failing test or in a user's report, can be replayed as often as needed.
 
 As JSON a record is an object:
 
     tiers            [[rank, name, persistent, budget in bytes, or null for no limit], ...]
     policy           its name
     timed_by_device  see `Planner`
-    dropped          events that were forgotten because there were too many; the newest were kept
-    handled          [[event, instruction, ...], ...] in the order in which they happened
+    dropped          number of oldest events that were dropped because there were too many
+    handled          [[event, instruction, ...], ...] in order of time
 
-An event is a row `[seconds, type, field, ...]`, in the order of `tierstore.model.events`, an
-instruction a row `[type, field, ...]`, in that of `tierstore.model.moves`. A group is
-`[key, generation]`, a tier its name, a way of use its value; an error is its text.
+An event is a row `[seconds, type, field, ...]` with the fields in the order of
+`tierstore.model.events`; an instruction is a row `[type, field, ...]` in the order of
+`tierstore.model.moves`. A group is `[key, generation]`, a tier its name, an enum member its value,
+and an error its text.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from tierstore.model.tiers import TIERS, Access, HostAccess, Tier, UseOrder
 from tierstore.observe.journal import Ring
 
 KEPT = 1 << 16
-"""Events that are kept; of more, the oldest are dropped."""
+"""Events to keep. Beyond that, the oldest are dropped."""
 
 LARGEST = 1 << 63
-"""No number in a record is as large."""
+"""Exclusive limit on the absolute value of every number in a record."""
 
 PLAIN = {"int": int, "bool": bool}
 EVENTS = {kind.__name__: kind for kind in Event.__args__}
@@ -52,7 +53,7 @@ _TYPED: dict[type, tuple[tuple[str, str], ...]] = {
 
 
 class Handled(NamedTuple):
-    """An event, when it happened (in seconds), and what the planner instructed after it."""
+    """An event, its time in seconds, and the instructions that the planner returned."""
 
     now: float
     event: Event
@@ -61,9 +62,10 @@ class Handled(NamedTuple):
 
 @dataclass(frozen=True)
 class EventRecord:
-    """What a planner was told, and what it instructed: the newest events, without `dropped` ones.
+    """The newest events of a planner and its instructions; `dropped` older ones are missing.
 
-    It was made with these `budgets` (bytes; None for no limit), `policy` and `timed_by_device`.
+    The planner was created with these `budgets` (bytes; None for no limit), `policy` and
+    `timed_by_device`.
     """
 
     budgets: Mapping[Tier, int | None]
@@ -74,7 +76,7 @@ class EventRecord:
 
 
 class EventLog(Ring[tuple[float, Event, tuple[Instruction, ...]]]):
-    """The newest events of a planner, which begins with these budgets. See `EventRecord`."""
+    """The newest events of a planner that was created with these budgets. See `EventRecord`."""
 
     def __init__(
         self,
@@ -90,16 +92,16 @@ class EventLog(Ring[tuple[float, Event, tuple[Instruction, ...]]]):
         self._timed_by_device = timed_by_device
 
     def note(self, now: float, event: Event, instructions: Iterable[Instruction]) -> None:
-        """Note an event that was handled, and when. Of an error, the text is kept."""
+        """Append an event that was handled at `now`. Of an error, only the text is kept."""
         if isinstance(event, events.Failed):
-            # The error itself would keep the frames alive that it came through, and their tensors.
+            # The error itself would keep its traceback's frames alive, and their tensors.
             event = replace(event, error=TransferError(str(event.error)))
         self._added += 1
-        # A plain tuple is made in a quarter of the time, and callers wait for it.
+        # A plain tuple takes a quarter of the time, and callers wait for it.
         self._events.append((now, event, tuple(instructions)))
 
     def record(self) -> EventRecord:
-        """What there is to tell by now."""
+        """Return the log so far."""
         handled = tuple(map(Handled._make, self._events))
         return EventRecord(
             self._budgets, self._policy, self._timed_by_device, self.dropped, handled
@@ -107,19 +109,19 @@ class EventLog(Ring[tuple[float, Event, tuple[Instruction, ...]]]):
 
 
 class Handler(Protocol):
-    """A planner, as far as a log needs to know it."""
+    """The interface of a planner that a log is replayed on."""
 
     def handle(self, event: Event, now: float) -> list[Instruction]:
-        """Believe what the event says, which happened at `now`. Returns what to do."""
+        """Apply an event that happened at `now`. Returns the instructions."""
 
 
-def replayed(
+def replay_events(
     log: Iterable[tuple[float, Event]], planner: Handler
 ) -> Iterator[tuple[Event, list[Instruction]]]:
-    """Each event of a whole log, and what a new planner instructs after it.
+    """Yield each event of a complete log, and the instructions that a new planner returns.
 
-    If it has the budgets, the policy and the schedule of the one whose log it is, these are the
-    same instructions.
+    These are the recorded instructions if the planner has the same budgets, policy and schedule as
+    the one that was logged.
     """
     for now, event in log:
         yield event, planner.handle(event, now)
@@ -129,7 +131,7 @@ def replayed(
 
 
 def to_document(record: EventRecord) -> dict[str, Any]:
-    """A record as JSON knows it."""
+    """Return a record as a JSON document."""
     return {
         "tiers": [[int(t), t.name, t.persistent, size] for t, size in record.budgets.items()],
         "policy": record.policy,
@@ -142,7 +144,7 @@ def to_document(record: EventRecord) -> dict[str, Any]:
 
 
 def from_document(document: Any) -> EventRecord:
-    """The record of a document. Raises ValueError, which says what is wrong, for what is none."""
+    """Parse a document. Raises ValueError, which says what is wrong, if it is invalid."""
     found = {name: _field(document, name, kind) for name, kind in _FIELDS.items()}
     tiers, budgets = dict(TIERS), dict[Tier, int | None]()
     for row in found["tiers"]:
@@ -165,10 +167,10 @@ def _field(document: Any, name: str, kind: type) -> Any:
     try:
         found = _checked(document[name], kind)
         if kind is int and found < 0:
-            raise ValueError(f"{found} is no count")
+            raise ValueError(f"{found} is not a count")
         return found
     except (IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"it has no {name!r}: {_said(error)}") from error
+        raise ValueError(f"it has no {name!r}: {_brief(error)}") from error
 
 
 def _tier(row: Any) -> tuple[Tier, int | None]:
@@ -180,7 +182,7 @@ def _tier(row: Any) -> tuple[Tier, int | None]:
             raise ValueError(f"{name} is another tier")
         return tier, None if budget is None else _checked(budget, int)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{reprlib.repr(row)} is no tier: {_said(error)}") from error
+        raise ValueError(f"{reprlib.repr(row)} is not a tier: {_brief(error)}") from error
 
 
 def _handled(number: int, rows: Any, tiers: Mapping[str, Tier]) -> Handled:
@@ -189,51 +191,53 @@ def _handled(number: int, rows: Any, tiers: Mapping[str, Tier]) -> Handled:
         followed = tuple(_instruction(row, tiers) for row in instructions)
         return Handled(*from_row(event, tiers), followed)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"event {number:,}: {_said(error)}") from error
+        raise ValueError(f"event {number:,}: {_brief(error)}") from error
 
 
 def to_row(now: float, event: Event) -> list[Any]:
-    """An event as JSON knows it."""
+    """Return an event as a JSON row."""
     return [now, *_row(event)]
 
 
 def _row(event: Any) -> list[Any]:
     kind = type(event)
-    return [kind.__name__, *[_plain(getattr(event, name)) for name, _ in _TYPED[kind]]]
+    return [kind.__name__, *[_to_json(getattr(event, name)) for name, _ in _TYPED[kind]]]
 
 
 def from_row(row: list[Any], tiers: Mapping[str, Tier] = TIERS) -> tuple[float, Event]:
-    """The event of a row, on these `tiers`, by name. Raises ValueError for what is none."""
+    """Parse a row, with `tiers` by name. Raises ValueError if it is invalid."""
     try:
         now, name, *values = row
-        return _value("float", now, tiers), _made(EVENTS[name], values, tiers)
+        return _from_json("float", now, tiers), _build(EVENTS[name], values, tiers)
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{reprlib.repr(row)} is no event: {_said(error)}") from error
+        raise ValueError(f"{reprlib.repr(row)} is not an event: {_brief(error)}") from error
 
 
 def _instruction(row: Any, tiers: Mapping[str, Tier]) -> Instruction:
     try:
         name, *values = _checked(row, list)
-        made: Instruction = _made(INSTRUCTIONS[name], values, tiers)
+        made: Instruction = _build(INSTRUCTIONS[name], values, tiers)
         return made
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{reprlib.repr(row)} is no instruction: {_said(error)}") from error
+        raise ValueError(f"{reprlib.repr(row)} is not an instruction: {_brief(error)}") from error
 
 
-def _said(error: Exception) -> str:
-    """In a few words: what is wrong may be as large as a file."""
+def _brief(error: Exception) -> str:
+    """Return the error in at most 300 characters: the invalid value may be as large as a file."""
     return f"{type(error).__name__}: {error}"[:300]
 
 
-def _made(kind: type[Any], values: list[Any], tiers: Mapping[str, Tier]) -> Any:
-    """A dataclass of the values of its fields. The last ones may be missing, where they have a
-    default: older records lack what was added since."""
+def _build(kind: type[Any], values: list[Any], tiers: Mapping[str, Tier]) -> Any:
+    """Build a dataclass from the values of its fields.
+
+    Trailing fields with a default may be missing: older records lack fields that were added later.
+    """
     needed = sum(field.default is MISSING for field in fields(kind))
     pairs = zip(_TYPED[kind][: max(len(values), needed)], values, strict=True)
-    return kind(*[_value(of, value, tiers) for (_, of), value in pairs])
+    return kind(*[_from_json(of, value, tiers) for (_, of), value in pairs])
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, Tier):
         return value.name
     if isinstance(value, Enum):
@@ -245,12 +249,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, events.RecoveredGroup):
         return _row(value)[1:]
     if isinstance(value, tuple):
-        return [_plain(one) for one in value]
+        return [_to_json(one) for one in value]
     return value
 
 
-def _value(kind: str, value: Any, tiers: Mapping[str, Tier]) -> Any:  # noqa: C901 - a table
-    """`value` of a row as what a field of this annotation holds."""
+def _from_json(kind: str, value: Any, tiers: Mapping[str, Tier]) -> Any:  # noqa: C901 - a table
+    """Convert a value of a row to the type that a field's annotation names."""
     match kind:
         case "GroupId":
             key, generation = _checked(value, list)
@@ -266,26 +270,26 @@ def _value(kind: str, value: Any, tiers: Mapping[str, Tier]) -> Any:  # noqa: C9
         case "BaseException":
             return TransferError(_checked(value, str))
         case "RecoveredGroup":
-            return _made(events.RecoveredGroup, _checked(value, list), tiers)
+            return _build(events.RecoveredGroup, _checked(value, list), tiers)
         case "float":
             return float(_checked(value, int, float))
         case "int" | "bool":
             return _checked(value, PLAIN[kind])
     if kind.endswith(" | None"):
-        return None if value is None else _value(kind.removesuffix(" | None"), value, tiers)
+        return None if value is None else _from_json(kind.removesuffix(" | None"), value, tiers)
     listed = _checked(value, list)
     kinds = kind.removeprefix("tuple[").removesuffix("]")
     if kinds.endswith(", ..."):
         of = kinds.removesuffix(", ...")
-        return tuple(_value(of, one, tiers) for one in listed)
+        return tuple(_from_json(of, one, tiers) for one in listed)
     pairs = zip(kinds.split(", "), listed, strict=True)
-    return tuple(_value(of, one, tiers) for of, one in pairs)
+    return tuple(_from_json(of, one, tiers) for of, one in pairs)
 
 
 def _checked(value: Any, *kinds: type) -> Any:
     if type(value) not in kinds:
         names = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"{reprlib.repr(value)} is no {names}")
+        raise TypeError(f"{reprlib.repr(value)} is not of type {names}")
     if type(value) in (int, float) and not -LARGEST < value < LARGEST:
         raise ValueError(f"{reprlib.repr(value)} is too large")
     return value

@@ -1,11 +1,11 @@
-"""What happened, and when: the newest events one by one, and sums over all that ever happened.
+"""The journal of a store: its newest events, and totals over all events.
 
-A store always keeps one, so noting must cost next to nothing: events are small objects in rings
-that forget the oldest. What lasts (a transfer, a wait) is a `Span`, with a beginning and an end;
-all times are seconds of `time.monotonic`. The sums go by *hop*, such as `DISK>HOST`.
+Every store keeps one, so recording must cost next to nothing: events are small objects in rings
+that drop the oldest. A transfer or a wait is a `Span` with a start and an end. All times are
+seconds of `time.monotonic`. The totals are kept by *hop*, such as `DISK>HOST`.
 
-*Overlap* is the share of the time in which bytes moved that nobody waited. Both are unions: two
-transfers at once move for as long as the longer one, and two who wait do not wait twice.
+*Overlap* is the fraction of transfer time during which no caller waited. Both times are unions:
+concurrent transfers, or concurrent waits, count once.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from tierstore.model.tiers import Tier
 T = TypeVar("T")
 
 STALL = "stall"
-"""The kind of span in which somebody waited for a group; every other kind is a hop."""
+"""The kind of a span in which a caller waited for a group. Every other kind is a hop."""
 
 ROUTED = "routed"
-"""What was read of groups that data choose, among the bytes that were moved."""
+"""Key of the bytes read for routed groups, which the totals by hop count too."""
 
 PLANNED = "planned"
-"""How an acquire is met that enters the plan of a loop: it is no use of its group."""
+"""Outcome of an acquire that enters the plan of a loop. It does not count as a use."""
 
 KEPT = 1 << 15
-"""Events of each sort that are kept: about 5 MB of memory each, if there were so many."""
+"""Events of each sort to keep; a full ring takes about 5 MB."""
 
 _UNSETTLED = 1024
 _A_MOMENT = 0.02  # seconds
@@ -42,7 +42,7 @@ _numbers = itertools.count(1)
 
 
 def hop(src: Tier, dst: Tier) -> str:
-    """The name of a way between two tiers.
+    """Return the name of a hop between two tiers.
 
     >>> hop(Tier.DISK, Tier.HOST)
     'DISK>HOST'
@@ -52,7 +52,7 @@ def hop(src: Tier, dst: Tier) -> str:
 
 @dataclass(eq=False, slots=True)
 class Span:
-    """Something that took time. `kind` is a hop, or `STALL`; `note` says how it went."""
+    """A transfer or a wait. `kind` is a hop or `STALL`; `note` is its outcome."""
 
     kind: str
     key: str
@@ -64,11 +64,11 @@ class Span:
 
 @dataclass(eq=False, slots=True)
 class LeaseUse:
-    """One lease: when it was asked for, granted and released, by whom, and how it was met.
+    """One lease of `group`, of `nbytes` bytes: the caller, the times, and the outcome `met`.
 
-    `group`, of `nbytes` bytes. A time is 0.0 until it came. On an accelerator,
-    which works later than it is told to, the group was `ready` late if that waited for it, and what
-    was begun with the lease is `done` after its release.
+    A time is 0.0 until it is known. An accelerator runs behind its caller: `ready` is when the
+    group had arrived if the device had to wait for it, and `done` is when the device finished the
+    work begun with the lease, which is after its release.
     """
 
     group: GroupId
@@ -84,8 +84,10 @@ class LeaseUse:
 
 @dataclass(eq=False, slots=True)
 class AcquireNote:
-    """An acquire that began at `since`, and how it was `met`. Its wait is the `stall`, which began
-    on an accelerator at `mark`, a `Mark`."""
+    """An acquire that began at `since`, and its outcome `met`.
+
+    `stall` is its wait, if any. On an accelerator the wait begins at `mark`, a `Mark`.
+    """
 
     since: float = field(default_factory=time.monotonic)
     met: str = ""
@@ -95,9 +97,9 @@ class AcquireNote:
 
 @dataclass(eq=False, slots=True)
 class FollowedPlan:
-    """A plan of a loop that was followed from `start` to `end` (0.0: it still is).
+    """A loop plan that was followed from `start` to `end` (0.0: it still is).
 
-    A pass has `steps` steps. `reason` says why the plan was left, at the step `at`.
+    A pass has `steps` steps. The plan was left at step `at`, for `reason`.
     """
 
     steps: int
@@ -108,47 +110,47 @@ class FollowedPlan:
 
 
 class Ring(Generic[T]):
-    """The newest of the events that were added."""
+    """A bounded list of the newest events."""
 
     def __init__(self, kept: int = KEPT) -> None:
         self._events: deque[T] = deque(maxlen=kept)
         self._added = 0
 
     def add(self, event: T) -> None:
-        """Note an event."""
+        """Append an event, dropping the oldest if the ring is full."""
         self._events.append(event)
         self._added += 1
 
     def events(self) -> list[T]:
-        """Those that are kept, the oldest first."""
+        """Return the events in the ring, the oldest first."""
         return list(self._events)
 
     @property
     def newest(self) -> T | None:
-        """The one that was added last."""
+        """The latest event; None if there is none."""
         return self._events[-1] if self._events else None
 
     @property
     def added(self) -> int:
-        """How many were added so far."""
+        """Number of events added so far."""
         return self._added
 
     @property
     def dropped(self) -> int:
-        """How many were forgotten."""
+        """Number of events dropped so far."""
         return self._added - len(self._events)
 
 
-class Stretches:
-    """For how long spans of each kind lasted, when they may overlap and are told in any order.
+class SpanTotals:
+    """Adds up the time covered by spans of each kind, which may overlap and come in any order.
 
-    Time up to `total_up_to` is added up and done with: what is told later of that time is left out.
+    `total_up_to` settles the time before a moment: spans added later do not count there.
     """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.moving = 0.0  # seconds in which any bytes moved
-        self.hidden = 0.0  # of these, the ones in which nobody waited
+        self.hidden = 0.0  # of these, seconds in which no caller waited
         self._edges: list[tuple[float, int, str]] = []
         self._going: Counter[str] = Counter()
         self._settled = float("-inf")
@@ -157,18 +159,18 @@ class Stretches:
         return len(self._edges)
 
     def add(self, kind: str, start: float, end: float) -> None:
-        """One span."""
+        """Add a span of `kind` from `start` to `end`, in seconds."""
         start = max(start, self._settled)
         if end > start:
             heapq.heappush(self._edges, (start, 1, kind))
             heapq.heappush(self._edges, (end, -1, kind))
 
     def middle(self) -> float:
-        """The time before which half of what is not settled yet began or ended."""
+        """Return the median time of the starts and ends that are not settled yet."""
         return sorted(self._edges)[len(self._edges) // 2][0]
 
     def total_up_to(self, until: float) -> None:
-        """Add up the time until then."""
+        """Settle the time until then."""
         while self._edges and self._edges[0][0] <= until:
             at, step, kind = heapq.heappop(self._edges)
             self._advance(at)
@@ -187,8 +189,8 @@ class Stretches:
             self.moving += passed
             self.hidden += 0.0 if STALL in going else passed
 
-    def copy(self) -> Stretches:
-        """A copy that can be settled without harm to this one."""
+    def copy(self) -> SpanTotals:
+        """Return an independent copy."""
         other = copy.copy(self)
         other.seconds = dict(self.seconds)
         other._edges, other._going = list(self._edges), Counter(self._going)
@@ -197,10 +199,11 @@ class Stretches:
 
 @dataclass(frozen=True)
 class Summary:
-    """Sums over everything that happened so far. `moved` (bytes) and `busy` (seconds) go by hop;
-    what was read of groups that data choose is in `moved` once more, as `ROUTED`.
+    """Totals since the store opened.
 
-    `stalled` adds up what each waiter waited, in seconds. `bandwidth` is in bytes per second.
+    `moved` (bytes) and `busy` (seconds) are by hop; `moved` also has the bytes read for routed
+    groups, as `ROUTED`. `stalled` is the sum of the seconds that each caller waited. `bandwidth` is
+    in bytes per second, by hop. `overlap` is a fraction from 0 to 1.
     """
 
     moved: dict[str, int]
@@ -214,8 +217,8 @@ class Summary:
 class Journal:
     """The events of one store.
 
-    `uses` and `levels` (time, bytes used on each tier) are the store's, under its lock; while a
-    plan is followed, `uses` are those of the thread that follows it. Spans begin and end on any
+    `uses` and `levels` (time, bytes used on each tier) are guarded by the store's lock. While a
+    plan is followed, `uses` belongs to the thread that follows it. Spans begin and end on any
     thread.
     """
 
@@ -229,17 +232,17 @@ class Journal:
         self.spans: Ring[Span] = Ring()
         self._going: set[Span] = set()
         self._moved: Counter[str] = Counter()
-        self._timed: Counter[str] = Counter()  # bytes, of which it is known when they moved
+        self._timed: Counter[str] = Counter()  # bytes of spans that have ended
         self._stalled = 0.0
-        self.stretches = Stretches()
+        self.totals = SpanTotals()
 
     def begin(self, span: Span) -> None:
-        """A span begins: now, or at its `start` if it has one."""
+        """Begin a span: now, or at its `start` if that is set."""
         span.start = span.start or time.monotonic()
         under(self._lock, lambda: self._going.add(span))
 
     def end(self, span: Span) -> None:
-        """A span is over: now, or at its `end` if it has one. It need not have been begun."""
+        """End a span: now, or at its `end` if that is set. It need not have been begun."""
         under(self._lock, lambda: self._end(span))
 
     def _end(self, span: Span) -> None:
@@ -247,49 +250,49 @@ class Journal:
         span.end = max(span.end or time.monotonic(), span.start)
         self.spans.add(span)
         self._timed[span.kind] += span.nbytes
-        self.stretches.add(span.kind, span.start, span.end)
+        self.totals.add(span.kind, span.start, span.end)
         if span.kind == STALL:
             self._stalled += span.end - span.start
-        if len(self.stretches) > _UNSETTLED:
-            # Not yet the newest: what an accelerator did is told late.
-            self.stretches.total_up_to(
-                min([self.stretches.middle(), *(going.start for going in self._going)])
+        if len(self.totals) > _UNSETTLED:
+            # Leave the newest half: an accelerator's times arrive late.
+            self.totals.total_up_to(
+                min([self.totals.middle(), *(going.start for going in self._going)])
             )
 
     def end_between(self, span: Span, times: list[float]) -> None:
-        """A span began and ended at these times."""
+        """End a span that began and ended at these two times."""
         span.start, span.end = times
         self.end(span)
 
     def count(self, kind: str, nbytes: int) -> None:
-        """So many bytes more were moved on a hop."""
+        """Count bytes moved over a hop."""
         under(self._lock, lambda: self._moved.update({kind: nbytes}))
 
     def summary(self) -> Summary:
-        """What all of it comes to."""
+        """Return the totals, with spans that still run counted until now."""
         return under(self._lock, self._summary)
 
-    def glance(self) -> Summary:
-        """`summary`, but without times where somebody is in the middle of a change for long."""
+    def sample(self) -> Summary:
+        """Return `summary`; without the times if the lock is not free within 0.02 s."""
         known = if_free(self._lock, self._summary, _A_MOMENT)
         return known or Summary(dict(self._moved), {}, {}, self._stalled, 1.0)
 
     def read(self) -> tuple[Summary, list[Span]]:
-        """The sums, and the newest spans, as of one moment."""
+        """Return the totals and the newest spans, as of one moment."""
         return under(self._lock, lambda: (self._summary(), self.spans.events()))
 
     def _summary(self) -> Summary:
-        stretches, stalled, now = self.stretches.copy(), self._stalled, time.monotonic()
+        totals, stalled, now = self.totals.copy(), self._stalled, time.monotonic()
         for span in self._going:
-            stretches.add(span.kind, span.start, now)
+            totals.add(span.kind, span.start, now)
             stalled += now - span.start if span.kind == STALL else 0.0
-        stretches.total_up_to(float("inf"))
-        busy = {kind: s for kind, s in sorted(stretches.seconds.items()) if kind != STALL}
-        overlap = stretches.hidden / stretches.moving if stretches.moving else 1.0
+        totals.total_up_to(float("inf"))
+        busy = {kind: s for kind, s in sorted(totals.seconds.items()) if kind != STALL}
+        overlap = totals.hidden / totals.moving if totals.moving else 1.0
         rates = {kind: self._timed[kind] / s for kind, s in busy.items() if self._timed[kind]}
         return Summary(dict(self._moved), busy, rates, stalled, overlap)
 
     @property
     def dropped(self) -> int:
-        """Events that were forgotten. With the store's lock."""
+        """Number of events dropped. Needs the store's lock."""
         return self.uses.dropped + self.levels.dropped + self.spans.dropped

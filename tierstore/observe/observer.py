@@ -1,4 +1,4 @@
-"""Who takes the notes that a store's numbers and traces come from."""
+"""Records acquires and saved activations, for statistics and traces."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tierstore.observe.stats import BYTES_MOVED, ActivationStats, Stats
 
 
 class ActivationCounts:
-    """Counts the memory that autograd saved, in bytes. On any thread."""
+    """Counts the bytes that autograd saved. Safe to use from any thread."""
 
     def __init__(self) -> None:
         self._lock = RLock()
@@ -39,28 +39,28 @@ class ActivationCounts:
 
     @guarded
     def shipped(self, nbytes: int, *, instead_of: str = "") -> None:
-        """So many bytes went into the store; maybe after they had been kept for a reason."""
+        """Count bytes copied into the store; `instead_of` was the reason they had stayed before."""
         self._shipped += nbytes
         if instead_of:
             self._skipped[instead_of] -= nbytes
 
     @guarded
     def deduplicated(self, nbytes: int) -> None:
-        """So many bytes needed no copy of their own."""
+        """Count bytes that shared an existing copy."""
         self._deduplicated += nbytes
 
     @guarded
     def kept(self, reason: str, nbytes: int) -> None:
-        """So many bytes stay where they are."""
+        """Count bytes that stay where they are, by reason."""
         self._skipped[reason] += nbytes
 
     @guarded
     def stats(self) -> ActivationStats:
-        """What all of it comes to."""
-        return self.glance()
+        """Return the totals, as of one moment."""
+        return self.sample()
 
-    def glance(self) -> ActivationStats:
-        """The same without the lock: the numbers may be of slightly different moments."""
+    def sample(self) -> ActivationStats:
+        """Return the totals without the lock: fields may be of slightly different moments."""
         shipped, skipped = self._shipped, dict(self._skipped)
         kept = sum(skipped.values())
         skipped = {reason: n for reason, n in sorted(skipped.items()) if n}
@@ -71,16 +71,16 @@ Ran = Callable[[GroupId, float, float], None]
 
 
 def reserved_bytes(device: torch.device) -> int | None:
-    """Bytes of the device that this process has taken, those that torch keeps for later included.
+    """Return the bytes of device memory that torch has reserved, including its cache.
 
-    None if torch cannot tell, as for the CPU.
+    None if torch does not know, as for the CPU.
     """
     ask = getattr(torch.get_device_module(device), "memory_reserved", None)
     return None if ask is None else int(ask(device))
 
 
 class Occupancy(Protocol):
-    """The bytes of each tier that are used now, were at most, and may be; the fastest first."""
+    """Bytes used, peak and budget of each tier. `tiers` lists the fastest first."""
 
     @property
     def tiers(self) -> Sequence[Tier]: ...
@@ -93,38 +93,42 @@ class Occupancy(Protocol):
 
 
 class Observer:
-    """Takes notes of how acquires are met, for `stats` and traces. Methods need the lock.
+    """Records the outcome of each acquire, for `stats` and traces.
 
-    `times` is None where the device is the CPU. Otherwise the caller runs ahead of the device, so
-    that waiting and computing are timed on the device; and `ran` is told, on any thread, of which
-    version a use began there, from when on the device had waited for it, and when it began.
+    Methods need the store's lock unless they say otherwise. `times` is None if the device is the
+    CPU. Otherwise the caller runs ahead of the device, so waits and computing are timed on the
+    device. `ran` is then called, on any thread, for each use: with the group, when the device began
+    to wait for it, and when the use began (both in seconds).
     """
 
     def __init__(self, journal: Journal, times: DeviceTimes | None, ran: Ran) -> None:
         self.journal = journal
         self.counts: Counter[str] = Counter()
-        self.counts_of_loops: Counter[str] = Counter()  # who follows a plan needs no lock
+        self.counts_of_loops: Counter[str] = (
+            Counter()
+        )  # the thread that follows a plan takes no lock
         self.activations = ActivationCounts()
         self._times = times
         self._ran = ran
         self._used: tuple[int, ...] = ()
         self._routed_uses = self._routed_bytes = 0
 
-    def level(self, used: Mapping[Tier, int]) -> None:
-        """So many bytes are used on each tier."""
+    def record_levels(self, used: Mapping[Tier, int]) -> None:
+        """Record the bytes used on each tier, if they changed."""
         now = tuple(used.values())
         if now != self._used:
             self._used = now
             self.journal.levels.add((time.monotonic(), now))
 
-    def asked(self, noted: AcquireNote, met: str) -> None:
-        """An acquire begins; it is a hit, late or a miss."""
+    def acquire_begun(self, noted: AcquireNote, met: str) -> None:
+        """Record that an acquire begins, as a hit, late or a miss."""
         noted.met = met
         self.counts[met] += 1
 
-    def waits(self, noted: AcquireNote, key: str, stream: torch.Stream | None = None) -> None:
-        """What an acquire of `key` asks for is not there (yet). `stream` is the current one, if
-        known."""
+    def acquire_waits(
+        self, noted: AcquireNote, key: str, stream: torch.Stream | None = None
+    ) -> None:
+        """Record that an acquire of `key` has to wait. `stream` is the current one, if known."""
         if noted.stall is None:
             noted.stall = Span(STALL, key, note=noted.met, start=noted.since)
             if self._times is None:
@@ -132,18 +136,18 @@ class Observer:
             else:
                 noted.mark = self._times.mark(stream)
 
-    def arrives(
+    def acquire_arriving(
         self,
         noted: AcquireNote,
         key: str,
         arrival: torch.Event | None,
         stream: torch.Stream | None,
     ) -> None:
-        """The device will wait for `arrival`, if that has not come yet, before it goes on."""
+        """Record a wait of the device for the event `arrival`, unless it is complete."""
         if arrival is not None and not arrival.query():
-            self.waits(noted, key, stream)
+            self.acquire_waits(noted, key, stream)
 
-    def granted(
+    def acquire_granted(
         self,
         noted: AcquireNote,
         use: LeaseUse,
@@ -151,7 +155,7 @@ class Observer:
         stream: torch.Stream | None,
         order: UseOrder,
     ) -> None:
-        """An acquire has got its lease, of a group of `nbytes` bytes, for use on `stream`."""
+        """Record that an acquire was granted a group of `nbytes` bytes for use on `stream`."""
         learned = order is UseOrder.LEARNED and use.met != PLANNED
         if order is UseOrder.ROUTED:
             self._routed_uses += 1
@@ -167,42 +171,42 @@ class Observer:
         elif stall is not None or learned:
             waited = () if stall is None else (noted.mark,)
             began = functools.partial(self._began, use, stall, learned)
-            self._times.tell(began, *waited, self._times.mark(stream))
+            self._times.notify(began, *waited, self._times.mark(stream))
 
     def _began(self, use: LeaseUse, stall: Span | None, learned: bool, times: list[float]) -> None:
-        """The device has begun with a use, maybe after a stall."""
+        """Record that the device has begun a use, perhaps after a stall."""
         if stall is not None:
             use.ready = times[-1]
             self.journal.end_between(stall, times)
         if learned:
             self._ran(use.group, times[0], times[-1])
 
-    def gave_up(self, noted: AcquireNote) -> None:
-        """An acquire has failed, or was interrupted."""
+    def acquire_failed(self, noted: AcquireNote) -> None:
+        """Record that an acquire failed or was interrupted."""
         if noted.stall is not None:
             noted.stall.note = "failed"
             self.journal.end(noted.stall)
             noted.stall = None
 
-    def released(self, use: LeaseUse, mark: Mark | None) -> None:
-        """A lease was given back; `mark` is the end of what the device does with it."""
+    def lease_released(self, use: LeaseUse, mark: Mark | None) -> None:
+        """Record that a lease was released. `mark` is the end of its work on the device."""
         use.released = time.monotonic()
         if not isinstance(use.caller, int):
-            use.caller = id(use.caller)  # notes must not keep a task alive
+            use.caller = id(use.caller)  # a record must not keep a task alive
         if mark is not None and self._times is not None:
-            self._times.tell(functools.partial(_set_done, use), mark)
+            self._times.notify(functools.partial(_set_done, use), mark)
 
     def stats(self, summary: Summary, tiers: Occupancy, peak: Mapping[Tier, int]) -> Stats:
-        """What all of it comes to. `peak` is what memory existed at once, where that is known."""
+        """Return all statistics. `peak` has the peak memory that existed, where it was measured."""
         reserved = None if self._times is None else reserved_bytes(self._times.device)
         return replace(
-            self.glance(summary, tiers, peak),
+            self.sample(summary, tiers, peak),
             reserved_bytes={} if reserved is None else {Tier.DEVICE.name: reserved},
             activations=self.activations.stats(),
         )
 
-    def glance(self, summary: Summary, tiers: Occupancy, peak: Mapping[Tier, int]) -> Stats:
-        """The same without what takes a lock or asks the device. Needs no lock itself."""
+    def sample(self, summary: Summary, tiers: Occupancy, peak: Mapping[Tier, int]) -> Stats:
+        """Return the statistics that need no lock and no query of the device."""
         moved, plans = summary.moved, self.journal.plans
         plan = plans.newest
         return Stats(

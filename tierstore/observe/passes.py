@@ -1,11 +1,11 @@
-"""When a whole model ran: each forward, and each step of an optimizer, as one *pass*.
+"""Records when whole models ran: each forward and each optimizer step is one *pass*.
 
-The adapters tell of them, as they are called at both ends. A denoising step of a pipeline is a pass
-of its transformer; between those are the passes of its text encoder and its autoencoder. A pass of
-a model inside of another one is inside of that one's.
+The adapters report the beginning and the end of each pass. A denoising step of a pipeline is a pass
+of its transformer; its text encoder and its autoencoder have passes before and after those. If a
+model runs inside another one, its passes are nested.
 
-On an accelerator a pass begins and ends when the device gets to what was queued then. Nothing here
-waits.
+On an accelerator, a pass begins and ends when the device reaches the work queued at that moment.
+Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -20,20 +20,23 @@ from typing import TYPE_CHECKING
 from tierstore.model.locks import RLock, under
 from tierstore.observe.journal import Ring
 
-if TYPE_CHECKING:  # they need torch, and the command line, which reads passes, does not
+if TYPE_CHECKING:  # they need torch; the command line reads passes without it
     from tierstore.observe.device_times import DeviceTimes, Mark
 
 KEPT = 1 << 13
-"""Passes that are kept; of more, the oldest are dropped."""
+"""Passes to keep. Beyond that, the oldest are dropped."""
 
 FORWARD = "forward"
-"""What most passes do. Others are named for the method that was called."""
+"""The `does` of a forward. Other passes are named after the method that was called."""
 
 
 @dataclass(eq=False, slots=True)
 class ModelPass:
-    """The pass `number` (from 1 on) in which `model` did what `does` names: from when to when, in
-    seconds of `time.monotonic`. `end` is 0.0 until it is over."""
+    """Pass number `number` of `model`, counted from 1 for each kind.
+
+    `does` names the kind: `FORWARD` or a method. `start` and `end` are seconds of `time.monotonic`;
+    `end` is 0.0 while the pass runs.
+    """
 
     model: str
     does: str
@@ -45,10 +48,10 @@ class ModelPass:
 
 
 class Passes:
-    """The newest passes of all models of a store. On any thread.
+    """The newest passes of all models of a store. Safe to use from any thread.
 
-    `times` is None where the device is the CPU. `is_captured` tells whether what this thread tells
-    the device goes into a graph instead: then the host's clock has to do.
+    `times` is None if the device is the CPU. `is_captured` returns whether this thread is capturing
+    its work into a graph instead of queueing it: then the pass is timed by the host's clock.
     """
 
     def __init__(
@@ -57,59 +60,59 @@ class Passes:
         self._times = times
         self._is_captured = is_captured
         self._lock = RLock()
-        self._over: Ring[ModelPass] = Ring(kept)
+        self._ended_passes: Ring[ModelPass] = Ring(kept)
         self._going: dict[ModelPass, None] = {}
         self._numbers: dict[tuple[str, str], Iterator[int]] = {}
 
     def begin(self, model: str, does: str = FORWARD) -> ModelPass:
-        """A pass begins: what is done from now on, until `end`."""
+        """Begin a pass, which lasts until `end`."""
         numbers = self._numbers.setdefault((model, does), itertools.count(1))
-        begun = ModelPass(model, does, next(numbers), time.monotonic(), mark=self._mark())
-        self._going[begun] = None
-        return begun
+        running = ModelPass(model, does, next(numbers), time.monotonic(), mark=self._mark())
+        self._going[running] = None
+        return running
 
-    def end(self, begun: ModelPass | None, *, failed: bool = False) -> None:
-        """It is over. A second time, nothing happens."""
-        if begun is None or begun not in self._going:
+    def end(self, running: ModelPass | None, *, failed: bool = False) -> None:
+        """End a pass. Does nothing if it has ended already, or is None."""
+        if running is None or running not in self._going:
             return
-        begun.failed = failed
-        first, last = begun.mark, self._mark()
-        begun.mark = None  # it keeps memory of the device's driver
-        self._going.pop(begun, None)
+        running.failed = failed
+        first, last = running.mark, self._mark()
+        running.mark = None  # an event holds memory of the device's driver
+        self._going.pop(running, None)
         if self._times is None or first is None or last is None:
-            self._ended(begun, [begun.start, time.monotonic()])
+            self._set_times(running, [running.start, time.monotonic()])
         else:
-            self._times.tell(functools.partial(self._ended, begun), first, last)
+            self._times.notify(functools.partial(self._set_times, running), first, last)
 
     def _mark(self) -> Mark | None:
         return None if self._times is None or self._is_captured() else self._times.mark()
 
-    def _ended(self, begun: ModelPass, times: list[float]) -> None:
-        begun.start, begun.end = times
-        under(self._lock, lambda: self._over.add(begun))
+    def _set_times(self, running: ModelPass, times: list[float]) -> None:
+        running.start, running.end = times
+        under(self._lock, lambda: self._ended_passes.add(running))
 
     def events(self, now: float) -> list[ModelPass]:
-        """Those that are known, and those that are going on, as if they ended now."""
+        """Return the finished passes, and those that still run with `now` as their end."""
         going = [replace(one, end=now, mark=None) for one in list(self._going)]
-        return [*under(self._lock, self._over.events), *going]
+        return [*under(self._lock, self._ended_passes.events), *going]
 
     @property
     def dropped(self) -> int:
-        """How many were forgotten."""
-        return self._over.dropped
+        """Number of finished passes that were dropped."""
+        return self._ended_passes.dropped
 
 
-class PassesOf:
-    """The passes of one model, for who tells of them."""
+class ModelPasses:
+    """Records the passes of one model."""
 
     def __init__(self, passes: Passes, model: str) -> None:
         self._passes = passes
         self._model = model
 
     def begin(self, does: str = FORWARD) -> ModelPass:
-        """A pass begins."""
+        """Begin a pass of the model."""
         return self._passes.begin(self._model, does)
 
-    def end(self, begun: ModelPass | None, *, failed: bool = False) -> None:
-        """It is over. A second time, nothing happens."""
-        self._passes.end(begun, failed=failed)
+    def end(self, running: ModelPass | None, *, failed: bool = False) -> None:
+        """End a pass. Does nothing if it has ended already, or is None."""
+        self._passes.end(running, failed=failed)

@@ -1,4 +1,4 @@
-"""The numbers of stores for Prometheus. Needs `pip install tierstore[metrics]`.
+"""Metrics of stores for Prometheus. Needs `pip install tierstore[metrics]`.
 
 >>> from prometheus_client import CollectorRegistry, generate_latest
 >>> registry = CollectorRegistry()
@@ -27,23 +27,23 @@ class HasStats(Protocol):
 
 
 class StoreCollector(Collector):
-    """Gives Prometheus the numbers of stores, whenever it asks.
+    """Collects the statistics of stores for Prometheus, on each scrape.
 
         REGISTRY.register(StoreCollector({"weights": store}))
 
-    One collector is for all stores of a process. A closed store goes on telling its last numbers
-    until it is taken out of the mapping.
+    One collector serves all stores of a process. A closed store keeps reporting its last numbers
+    until it is removed from the mapping.
 
     Args:
-        stores: stores by the name that they have in the label `store`. The mapping is looked at
-            each time: it may change.
+        stores: stores by the value of their label `store`. The mapping is read on each scrape, so
+            it may change.
     """
 
     def __init__(self, stores: Mapping[str, HasStats]) -> None:
         self._stores = stores
 
     def collect(self) -> Iterator[Metric]:
-        """Every number there is, with its labels."""
+        """Yield all metrics with their labels."""
         stats = {name: store.stats() for name, store in dict(self._stores).items()}
         for family, rows_of in _families():
             for name, of_one in stats.items():
@@ -61,19 +61,27 @@ def _families() -> Iterator[
     def gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
         return GaugeMetricFamily(f"tierstore_{name}", text, labels=["store", *labels])
 
-    yield counter("acquires", "Acquires: hit, late (it was on its way) or miss.", "met"), _acquires
-    yield counter("stalled_seconds", "How long acquires waited."), lambda s: _one(s.stalled_seconds)
-    text = "The share of the time in which bytes moved that no acquire waited."
+    yield (
+        counter(
+            "acquires", "Acquires by outcome: hit, late (the group was on its way) or miss.", "met"
+        ),
+        _acquires,
+    )
+    yield (
+        counter("stalled_seconds", "Seconds that acquires waited."),
+        lambda s: _one(s.stalled_seconds),
+    )
+    text = "Fraction of transfer time during which no acquire waited."
     yield gauge("overlap_ratio", text), lambda s: _one(s.overlap)
     yield counter("moved_bytes", "Bytes moved between two tiers.", "hop"), _moved
-    text = "How long bytes moved between two tiers."
+    text = "Seconds during which bytes moved between two tiers."
     yield counter("busy_seconds", text, "hop"), lambda s: _rows(s.busy_seconds)
-    yield gauge("used_bytes", "Bytes of groups on a tier.", "tier"), lambda s: _rows(s.used_bytes)
-    text = "The most bytes that a tier took at once."
+    yield gauge("used_bytes", "Bytes in use on a tier.", "tier"), lambda s: _rows(s.used_bytes)
+    text = "Peak bytes in use on a tier."
     yield gauge("peak_bytes", text, "tier"), lambda s: _rows(s.peak_bytes)
-    text = "The bytes that a tier may take."
+    text = "Budget of a tier in bytes."
     yield gauge("budget_bytes", text, "tier"), lambda s: _rows(s.budget_bytes)
-    text = "The bytes that torch has taken of an accelerator for this process, its cache included."
+    text = "Accelerator memory that torch has reserved for this process, including its cache."
     yield gauge("reserved_bytes", text, "tier"), lambda s: _rows(s.reserved_bytes)
 
 

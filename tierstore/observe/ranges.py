@@ -1,8 +1,8 @@
-"""Named ranges for profilers: what `torch.profiler` and Nsight Systems show of waits and moves.
+"""Named ranges for profilers: waits and moves in `torch.profiler` and Nsight Systems.
 
-A range is a `torch.profiler.record_function`. Without a profiler that would take some microseconds,
-so none is made then: to ask takes less than a tenth of one. A profiler sees the thread that started
-it, unless it was told to see all; so waits are always seen, and a move where its caller makes it.
+A range is a `torch.profiler.record_function`, which takes some microseconds. Without a profiler no
+range is made, and the check takes less than 0.1 µs. By default a profiler records only the thread
+that started it. So waits always appear, and moves only if the caller's thread makes them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.profiler import record_function
 
-from tierstore.torch_private import is_profiled
+from tierstore.torch_private import profiler_enabled
 
 PREFIX = "tierstore: "
 
@@ -23,11 +23,11 @@ MOVES = {
     "DEVICE>HOST": "to host",
     "REMOTE>DISK": "download",
 }
-"""What the move on a hop is called."""
+"""Name of a move, by hop."""
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 def ranged(what: str, key: str) -> AbstractContextManager[Any]:
-    """What happens in the block is seen by profilers, as `tierstore: WHAT KEY`."""
-    return record_function(f"{PREFIX}{what} {key}") if is_profiled() else _NOTHING
+    """Show the block to profilers as `tierstore: WHAT KEY`."""
+    return record_function(f"{PREFIX}{what} {key}") if profiler_enabled() else _NOTHING

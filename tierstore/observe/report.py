@@ -1,8 +1,8 @@
-"""What a store, its numbers and its handles look like: a line, a text, a table, a page's fragment.
+"""Displays stores, statistics and handles: as one line, text, a rich table, or HTML.
 
 A debugger, a log or a notebook may ask for these at any moment, in any thread. So nothing here
-waits, and nothing raises: it is all made of numbers that were taken before (see `Reporting.look`).
-rich draws the table, and is imported only where it asks for one.
+blocks or raises: it only formats a sample that was taken before (see `Reporting.look`).
+rich is imported only when it asks for a table.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ _TIER_TITLES: Row = ("tier", "used", "peak", "budget", "full")
 
 
 @dataclass(frozen=True)
-class Shown:
-    """Something as it is shown: what it is, and its numbers, if it has any that can be told.
+class Description:
+    """An object as it is displayed: a title, and its numbers if they are known.
 
-    `tiers` are bytes that are used, and may be, by the name of a tier; where there are `stats`,
-    theirs are shown. `facts` are names and values. `rows` are such as would make a line too long.
+    `tiers` has the name, the bytes used and the budget of each tier; if `stats` is given, its
+    tiers are shown instead. `facts` are names and values. `rows` are further names and values,
+    left out of the one-line form because they would make it too long.
     """
 
     title: str
@@ -42,57 +43,57 @@ class Shown:
     rows: tuple[tuple[str, str], ...] = ()
 
 
-Asked = Callable[[Any], Any]
-Told = Callable[[float], str]
+_Method = Callable[[Any], Any]
+SizeFormat = Callable[[float], str]
 
 
-def shown_by(
-    look: Callable[[Any], Shown],
-) -> tuple[Callable[[Any], str], Asked, Callable[[Any], str]]:
-    """`__repr__`, `__rich__` and `_repr_html_` for a class of whose objects `look` takes a look."""
+def display_methods(
+    describe: Callable[[Any], Description],
+) -> tuple[Callable[[Any], str], _Method, Callable[[Any], str]]:
+    """Return `__repr__`, `__rich__` and `_repr_html_` for a class, given how to describe it."""
 
-    def shown_as_line(self: Any) -> str:
-        return line(look(self))
+    def as_line(self: Any) -> str:
+        return line(describe(self))
 
-    def shown_as_table(self: Any) -> Any:
-        return table(look(self))
+    def as_table(self: Any) -> Any:
+        return table(describe(self))
 
-    def shown_as_html(self: Any) -> str:
-        return fragment(look(self))
+    def as_html(self: Any) -> str:
+        return fragment(describe(self))
 
-    return shown_as_line, shown_as_table, shown_as_html
+    return as_line, as_table, as_html
 
 
 # The four forms ----------------------------------------------------------------------------------
 
 
-def line(look: Shown) -> str:
-    """All of it in one line.
+def line(description: Description) -> str:
+    """Return everything but the `rows` in one line.
 
-    >>> line(Shown("TierStore on cpu"))
+    >>> line(Description("TierStore on cpu"))
     '<TierStore on cpu>'
     """
-    return f"<{': '.join([printable(look.title), *_summary(look)])}>"
+    return f"<{': '.join([printable(description.title), *_summary(description)])}>"
 
 
-def text(look: Shown) -> str:
-    """A few short lines, for logs and people. No line break at the end."""
-    tiers, facts = _tier_table(look), _facts(look)
-    lines = [printable(look.title)]
+def text(description: Description) -> str:
+    """Return a few short lines for logs, without a trailing newline."""
+    tiers, facts = _tier_table(description), _facts(description)
+    lines = [printable(description.title)]
     if tiers:
         lines += _aligned(tiers, right=True)
     return "\n".join(lines + (_aligned(facts) if facts else []))
 
 
-def table(look: Shown) -> Any:
-    """What rich draws. Nothing in it is taken for markup."""
+def table(description: Description) -> Any:
+    """Return a rich renderable. No text in it is interpreted as markup."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    parts: list[Any] = [Text(printable(look.title), style="bold")]
-    tiers = _tier_table(look)
-    for titles, rows in ((tiers[:1], tiers[1:]), ([], _facts(look))):
+    parts: list[Any] = [Text(printable(description.title), style="bold")]
+    tiers = _tier_table(description)
+    for titles, rows in ((tiers[:1], tiers[1:]), ([], _facts(description))):
         if rows:
             drawn = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=bool(titles))
             for column, title in enumerate([*titles, rows[0]][0]):
@@ -104,14 +105,14 @@ def table(look: Shown) -> Any:
     return Group(*parts)
 
 
-def fragment(look: Shown) -> str:
-    """HTML for a notebook. All text is escaped.
+def fragment(description: Description) -> str:
+    """Return HTML for a notebook. All text is escaped.
 
-    Colours are the page's, light or dark. Sides are said for each cell, as notebooks have tables of
-    numbers in mind and put all to the right.
+    Colours are inherited from the page, light or dark. Each cell sets its alignment, because
+    notebooks align all cells of a table to the right.
     """
-    tiers, facts = _tier_table(look), _facts(look)
-    parts = [f'<strong style="{_TITLE}">{_escaped(look.title)}</strong>']
+    tiers, facts = _tier_table(description), _facts(description)
+    parts = [f'<strong style="{_TITLE}">{_escaped(description.title)}</strong>']
     if tiers:
         head = _html_row("th", tiers[0], "right")
         body = "".join(_html_row("td", row, "right") for row in tiers[1:])
@@ -122,74 +123,77 @@ def fragment(look: Shown) -> str:
     return f'<div style="overflow-x:auto">{"".join(parts)}</div>'
 
 
-# What the forms have in common ------------------------------------------------------------------
+# Shared by the forms -----------------------------------------------------------------------------
 
 
-def _tier_table(look: Shown) -> list[Row]:
-    """Titles, and a row for each tier; without columns of which nothing is known."""
-    rows = _tiers(look)
-    told = [column for column in range(len(_TIER_TITLES)) if any(row[column] for row in rows)]
-    return [tuple(row[column] for column in told) for row in (_TIER_TITLES, *rows)] if rows else []
+def _tier_table(description: Description) -> list[Row]:
+    """Return the titles and a row for each tier, without the columns that are empty."""
+    rows = _tiers(description)
+    kept = [column for column in range(len(_TIER_TITLES)) if any(row[column] for row in rows)]
+    return [tuple(row[column] for column in kept) for row in (_TIER_TITLES, *rows)] if rows else []
 
 
-def _tiers(look: Shown) -> list[Row]:
-    """Each tier: what is used of its budget. Of a service's host memory, what is leased there."""
-    stats = look.stats
+def _tiers(description: Description) -> list[Row]:
+    """Return a row for each tier, and one for the memory leased from a service."""
+    stats = description.stats
     if stats is None:
-        units = units_of_tiers({name: budget for name, _, budget in look.tiers})
-        told = functools.partial(size, units=units)
-        return [_tier(name, used, None, budget, told) for name, used, budget in look.tiers]
-    peaks, budgets, tells = stats.peak_bytes, stats.budget_bytes, _sizes(stats)
+        units = units_of_tiers({name: budget for name, _, budget in description.tiers})
+        sizes: SizeFormat = functools.partial(size, units=units)
+        return [_tier(name, used, None, budget, sizes) for name, used, budget in description.tiers]
+    peaks, budgets, sizes = stats.peak_bytes, stats.budget_bytes, _sizes(stats)
     rows = [
-        _tier(name, used, peaks.get(name), budgets.get(name), tells)
+        _tier(name, used, peaks.get(name), budgets.get(name), sizes)
         for name, used in stats.used_bytes.items()
     ]
     if stats.allowed_bytes:
-        rows.append(_tier("service", stats.leased_bytes, None, stats.allowed_bytes, tells))
+        rows.append(_tier("service", stats.leased_bytes, None, stats.allowed_bytes, sizes))
     return rows
 
 
-def _sizes(stats: Stats) -> Told:
-    """Tells sizes, in the units in which somebody wrote the budget, or the service's."""
+def _sizes(stats: Stats) -> SizeFormat:
+    """Return a formatter for sizes, in the units of the RAM budget or of the service's."""
     budget = stats.budget_bytes.get("HOST") or stats.allowed_bytes
     return functools.partial(size, units=units_of(budget))
 
 
-def _tier(name: str, used: int, peak: int | None, budget: int | None, told: Told) -> Row:
-    allowed = "no limit" if budget is None else told(budget)
-    most = "" if peak is None else told(peak)
-    return (name, told(used), most, allowed, f"{used / budget:.0%}" if budget else "")
+def _tier(name: str, used: int, peak: int | None, budget: int | None, sizes: SizeFormat) -> Row:
+    allowed = "no limit" if budget is None else sizes(budget)
+    most = "" if peak is None else sizes(peak)
+    return (name, sizes(used), most, allowed, f"{used / budget:.0%}" if budget else "")
 
 
-def _facts(look: Shown) -> list[Row]:
-    """Each fact with its name: what it is told of, and what was done."""
-    told = [(printable(name), printable(value)) for name, value in (*look.facts, *look.rows)]
-    return [*told, *(_done(look.stats) if look.stats is not None else [])]
+def _facts(description: Description) -> list[Row]:
+    """Return names and values: those given, and those of the statistics."""
+    given = [
+        (printable(name), printable(value))
+        for name, value in (*description.facts, *description.rows)
+    ]
+    return [*given, *(_done(description.stats) if description.stats is not None else [])]
 
 
 def _done(stats: Stats) -> list[Row]:
-    """What was done: each fact with its name."""
-    told = _sizes(stats)
+    """Return the statistics as names and values."""
+    sizes = _sizes(stats)
     facts = [
         ("acquires", _acquires(stats)),
-        ("stalled", f"{stats.stalled_seconds:.2f} s in all"),
+        ("stalled", f"{stats.stalled_seconds:.2f} s in total"),
     ]
     if stats.busy_seconds:
-        facts.append(
-            ("overlap", f"{stats.overlap:.0%} of the time that bytes moved, nobody waited")
-        )
+        facts.append(("overlap", f"{stats.overlap:.0%} of transfer time hidden"))
     facts += [(hop, _moved(stats, hop, nbytes)) for hop, nbytes in stats.moved().items()]
     if stats.plans_followed:
-        now = f"for {stats.followed_seconds:.2f} s" if stats.followed_seconds else "not now"
+        now = f"for {stats.followed_seconds:.2f} s" if stats.followed_seconds else "no longer"
         facts.append(("plan", f"entered {count(stats.plans_followed, 'time')}, followed {now}"))
     if stats.routed_uses:
-        read = f"{told(stats.routed_bytes_read)} read for {told(stats.routed_bytes_used)}"
+        read = f"{sizes(stats.routed_bytes_read)} read for {sizes(stats.routed_bytes_used)}"
         facts.append(("experts", f"{stats.routed_uses:,} uses, {read}"))
     if stats.activations.saved_bytes:
-        away = f"{told(stats.activations.shipped_bytes)} of {told(stats.activations.saved_bytes)}"
-        facts.append(("activations", f"{away} kept in the store"))
+        away = f"{sizes(stats.activations.shipped_bytes)} of {sizes(stats.activations.saved_bytes)}"
+        facts.append(("activations", f"{away} in the store"))
     if stats.reserved_bytes:
-        facts.append(("torch has", ", ".join(told(each) for each in stats.reserved_bytes.values())))
+        facts.append(
+            ("torch reserved", ", ".join(sizes(each) for each in stats.reserved_bytes.values()))
+        )
     return [(name, value) for name, value in facts]
 
 
@@ -200,34 +204,34 @@ def _acquires(stats: Stats) -> str:
 
 def _moved(stats: Stats, hop: str, nbytes: int) -> str:
     seconds = stats.busy_seconds.get(hop)
-    told = _sizes(stats)
-    return f"{told(nbytes)} at {told(nbytes / seconds)}/s" if seconds else told(nbytes)
+    sizes = _sizes(stats)
+    return f"{sizes(nbytes)} at {sizes(nbytes / seconds)}/s" if seconds else sizes(nbytes)
 
 
-def _summary(look: Shown) -> Iterator[str]:
-    """What stands in the line after what it is."""
-    facts = [f"{printable(name)} {printable(value)}" for name, value in look.facts]
+def _summary(description: Description) -> Iterator[str]:
+    """Yield the part of the one-line form after the title, if any."""
+    facts = [f"{printable(name)} {printable(value)}" for name, value in description.facts]
     tiers = [
         f"{name} {used}"
         + ("" if budget == "no limit" else f" of {budget}")
         + (f" (peak {peak})" if peak not in ("", used) else "")
-        for name, used, peak, budget, _ in _tiers(look)
+        for name, used, peak, budget, _ in _tiers(description)
     ]
     parts = [", ".join(facts), ", ".join(tiers)]
-    parts += [] if look.stats is None else [totals_of(look.stats)]
+    parts += [] if description.stats is None else [totals_of(description.stats)]
     if any(parts):
         yield "; ".join(part for part in parts if part)
 
 
 def totals_of(stats: Stats) -> str:
-    """What was done in all: how acquires were met, what they waited, and what moved."""
+    """Return the totals in one line: acquires, seconds stalled, and bytes moved by hop."""
     moved = [f"{hop} {_moved(stats, hop, nbytes)}" for hop, nbytes in stats.moved().items()]
     done = f"{_acquires(stats)}, {stats.stalled_seconds:.2f} s stalled"
     return "; ".join([done, ", ".join(moved)] if moved else [done])
 
 
 def _aligned(rows: list[Row], *, right: bool = False) -> list[str]:
-    """The rows with their columns below each other; all but the first column maybe at its right."""
+    """Pad the rows into columns. With `right`, all but the first are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *others in rows:
@@ -243,8 +247,8 @@ def _escaped(text: str) -> str:
 
 
 def _html_row(cell: str, row: Iterable[str], side: str) -> str:
-    """A row whose first cell is to the left, and whose others are to one side."""
+    """Return a row: the first cell aligned left, the others to `side`."""
     first, *others = (_escaped(each) for each in row)
     cells = [("left", first), *((side, each) for each in others)]
-    told = (f'<{cell} style="text-align:{to};{_CELL}">{each}</{cell}>' for to, each in cells)
-    return f"<tr>{''.join(told)}</tr>"
+    aligned = (f'<{cell} style="text-align:{to};{_CELL}">{each}</{cell}>' for to, each in cells)
+    return f"<tr>{''.join(aligned)}</tr>"

@@ -1,22 +1,22 @@
-"""Trace files: what a store did and when, as a picture for Perfetto and as data for replays.
+"""Reads trace files: timelines for Perfetto that also contain the data for replays.
 
-A trace is JSON in the Chrome trace event format, so that Perfetto and `chrome://tracing` open it;
-gzip if its name ends with `.gz`. Times are microseconds after `baseTimeNanoseconds` (since 1970),
-which is the clock of `torch.profiler`'s traces. Events of the store have the category `tierstore`.
-Viewers skip the object `tierstore`, which says the same for programs:
+A trace is JSON in the Chrome trace event format, which Perfetto and `chrome://tracing` open; it is
+gzipped if its name ends with `.gz`. Times are microseconds after `baseTimeNanoseconds` (since
+1970), the clock of `torch.profiler`'s traces. Events of the store have the category `tierstore`.
+The object `tierstore`, which viewers ignore, has the same information for programs:
 
-    version    1; a field that goes away or changes its meaning makes it 2 (what is new does not:
-               older programs leave out kinds of events that they do not know)
+    version    1. Removing a field or changing its meaning makes it 2; adding one does not, since
+               older programs skip the kinds of events that they do not know.
     groups     [[key, bytes], ...] in the order in which they were registered or put
-    uses       [[key, seconds], ...] in the order in which groups were asked for; the seconds are
+    uses       [[key, seconds], ...] in the order in which groups were requested; the seconds are
                the work between this use and the next request
     budgets    {tier: bytes, or null for no limit}
-    bandwidth  {"DISK>HOST": bytes per second, ...} for each way on which bytes were moved
-    dropped    events that were forgotten because there were too many; the newest were kept
-    device     where leases were, such as "cpu"
-    stats      what `store.stats()` said at the end, as a dict
-    events     what the planner was told and instructed, as `tierstore.observe.event_log` describes
-               it; older traces have none
+    bandwidth  {"DISK>HOST": bytes per second, ...} for each hop over which bytes moved
+    dropped    number of oldest events that were dropped because there were too many
+    device     device of the leases, such as "cpu"
+    stats      `store.stats()` at the end, as a dict
+    events     the planner's events and instructions, in the format of
+               `tierstore.observe.event_log`; missing in older traces
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ KINDS = {
     "HOST>DISK": "disk write",
     "REMOTE>DISK": "download",
 }
-"""The kinds of slices, as people read them, by what the store calls them. From top to bottom."""
+"""Displayed kind of a slice, by its kind in the journal, from top to bottom of the timeline."""
 
 _FARTHEST = 1e18
-"""No time in microseconds and no number of bytes is as large."""
+"""Exclusive limit on every time in microseconds and every number of bytes."""
 
 _BY_NAME = (
     "used_bytes",
@@ -79,10 +79,10 @@ _ADDED: dict[str, Any] = {
     "plans_followed": 0,
     "followed_seconds": 0.0,
 }
-"""Fields of `Stats` that older traces lack, and what is said of them then."""
+"""Fields of `Stats` that older traces lack, with their default values."""
 _GZIP = b"\x1f\x8b"
 _LARGEST = 1 << 30
-"""Bytes of a trace when it is unpacked: a few may be packed that fill all memory."""
+"""Largest trace to unpack, in bytes: a small gzip file may expand to fill all memory."""
 _TIERS = "|".join((*TIERS, "REMOTE"))
 _TIER = re.compile(_TIERS)
 _HOP = re.compile(f"({_TIERS})>({_TIERS})")
@@ -92,19 +92,17 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class TraceSlice:
-    """Something that took time.
+    """One interval on a timeline.
 
     Attributes:
-        kind: what it was, such as `"pass"`, `"stall"`, `"compute"`, `"disk read"`: a value of
-            `KINDS`.
-        track: slices on one track do not overlap.
-        name: the key of a group; of a pass, it is the model and a number.
+        kind: a value of `KINDS`, such as `"pass"`, `"stall"`, `"compute"` or `"disk read"`.
+        track: the track that it is drawn on. Slices of one track do not overlap.
+        name: the key of a group; for a pass, the model and a number.
         start: seconds after the first event of the trace.
-        seconds: for how many seconds it went on.
-        args: more about it. Of a pass, the `model`, what it `does` ("forward", or the method or
-            step that was called), and the `number`, from 1 on. Of a plan that was followed, the
-            `steps` of a pass and, if it was left, at which step (`at`) and why (`left`). Older
-            traces have no passes or no plans.
+        seconds: its duration in seconds.
+        args: details. A pass has its `model`, `does` ("forward", or the method or step that was
+            called) and its `number`, from 1. A plan has the `steps` of a pass and, if it was left,
+            the step (`at`) and the reason (`left`). Older traces have no passes or no plans.
     """
 
     kind: str
@@ -117,21 +115,21 @@ class TraceSlice:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a trace file has.
+    """The contents of a trace file.
 
     Attributes:
         groups: (key, bytes) of each group, in the order in which they were registered or put.
-        uses: (key, seconds) in the order in which groups were asked for; the seconds are the work
+        uses: (key, seconds) in the order in which groups were requested; the seconds are the work
             between this use and the next request.
         budgets: bytes, or None for no limit, by the name of a tier.
-        bandwidth: bytes per second on each way on which bytes moved, such as `"DISK>HOST"`.
-        dropped: events that were forgotten because there were too many; the newest were kept.
-        device: where leases were, such as `"cpu"`.
-        stats: what `store.stats()` said at the end: every field of `Stats`.
-        slices: what took time.
+        bandwidth: bytes per second by hop, such as `"DISK>HOST"`, for hops over which bytes moved.
+        dropped: number of oldest events that were dropped because there were too many.
+        device: device of the leases, such as `"cpu"`.
+        stats: every field of `store.stats()` at the end.
+        slices: the intervals of the timeline.
         counters: for each name, such as `HOST used` and `HOST budget`, (seconds after the first
             event, bytes) in order of time.
-        events: what the planner was told and instructed; None for a trace that has none.
+        events: the planner's events and instructions; None if the trace has none.
     """
 
     groups: tuple[tuple[str, int], ...]
@@ -147,15 +145,17 @@ class Recorded:
 
     @property
     def seconds(self) -> float:
-        """The seconds from the first event to the end of the last."""
+        """Seconds from the first event to the end of the last."""
         ends = [one.start + one.seconds for one in self.slices]
         return max([*ends, *(points[-1][0] for points in self.counters.values())], default=0.0)
 
 
 @dataclass(frozen=True)
 class PassesOfModel:
-    """The passes of one kind of one model: how many, and of one pass the median and the longest
-    time in seconds. While they went on, all callers together waited `stalled_seconds`."""
+    """Totals of the passes of one model and kind: their number, and times in seconds.
+
+    `stalled_seconds` is the time that all callers together waited during these passes.
+    """
 
     model: str
     does: str
@@ -167,7 +167,7 @@ class PassesOfModel:
 
 
 def passes_of(slices: Sequence[TraceSlice]) -> list[PassesOfModel]:
-    """The passes among slices, by model, in the order in which they began."""
+    """Summarize the passes among slices by model and kind, in the order in which they began."""
     passes: dict[tuple[str, str], list[TraceSlice]] = {}
     stalls = sorted((one for one in slices if one.kind == STALLS), key=lambda one: one.start)
     starts = [stall.start for stall in stalls]
@@ -192,35 +192,35 @@ def passes_of(slices: Sequence[TraceSlice]) -> list[PassesOfModel]:
 
 
 def read_trace(path: str | os.PathLike[str]) -> Recorded:
-    """What a trace file says. A file merged with a profile will do.
+    """Read a trace file, which may be merged with a profile.
 
         slowest = max(read_trace("run.json").slices, key=lambda each: each.seconds)
 
     Args:
-        path: what `TierStore.trace` wrote.
+        path: a file that `TierStore.trace` wrote.
 
     Raises:
-        InvalidTraceError: it is not a whole trace of a store.
-        OSError: it cannot be read.
+        InvalidTraceError: if the file is not a complete trace of a store.
+        OSError: if the file cannot be read.
     """
     document = load(path)
     try:
-        return _recorded(document)
+        return _parse(document)
     except _Damaged as damage:
         raise InvalidTraceError(str(path), str(damage)) from damage
 
 
 def load(path: str | os.PathLike[str], *, largest: int = _LARGEST) -> Document:
-    """Any Chrome trace, unpacked if need be, to `largest` bytes at most.
+    """Read any Chrome trace, unpacking at most `largest` bytes if it is gzipped.
 
     Raises InvalidTraceError or OSError.
     """
     raw = Path(path).read_bytes()
     try:
         text = _unpacked(raw, str(path), largest) if raw.startswith(_GZIP) else raw
-        document = json.loads(text, parse_constant=_refuse_number)
+        document = json.loads(text, parse_constant=_reject_constant)
     except (ValueError, EOFError, OSError, zlib.error, RecursionError) as error:
-        raise InvalidTraceError(str(path), f"it is no whole JSON file ({error})") from error
+        raise InvalidTraceError(str(path), f"it is not a complete JSON file ({error})") from error
     if isinstance(document, list):  # the format's short form
         document = {"traceEvents": document}
     if not isinstance(document, dict) or not isinstance(document.get("traceEvents"), list):
@@ -228,8 +228,8 @@ def load(path: str | os.PathLike[str], *, largest: int = _LARGEST) -> Document:
     return document
 
 
-def _refuse_number(text: str) -> NoReturn:
-    raise ValueError(f"{text} is no number in JSON")
+def _reject_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not a JSON number")
 
 
 def _unpacked(raw: bytes, path: str, largest: int) -> bytes:
@@ -241,7 +241,7 @@ def _unpacked(raw: bytes, path: str, largest: int) -> bytes:
 
 
 class _Damaged(Exception):
-    """What is wrong with a trace."""
+    """The reason why a trace is invalid."""
 
 
 def _expect(holds: bool, what: str) -> None:
@@ -249,20 +249,20 @@ def _expect(holds: bool, what: str) -> None:
         raise _Damaged(what)
 
 
-def _recorded(document: Document) -> Recorded:
+def _parse(document: Document) -> Recorded:
     ours = document.get(CATEGORY)
     if not isinstance(ours, dict):
-        raise _Damaged("no store wrote it: it has no object 'tierstore'")
+        raise _Damaged("it was not written by a store: it has no object 'tierstore'")
     version = ours.get("version")
-    _expect(version == VERSION, f"its version is {version!r}, and this program reads {VERSION}")
+    _expect(version == VERSION, f"its version is {version!r}, but this program reads {VERSION}")
     groups = _pairs(ours, "groups", _is_bytes)
     uses = _pairs(ours, "uses", _is_amount)
     known = {key for key, _ in groups}
     _expect(len(known) == len(groups), "it lists a group twice")
     _expect(all(key in known for key, _ in uses), "it uses a group that it does not list")
     dropped, device = ours.get("dropped"), ours.get("device")
-    _expect(_is_bytes(dropped), "'dropped' is no count")
-    _expect(isinstance(device, str), "'device' is no text")
+    _expect(_is_bytes(dropped), "'dropped' is not a count")
+    _expect(isinstance(device, str), "'device' is not a string")
     budgets = _mapping(
         ours,
         "budgets",
@@ -271,8 +271,10 @@ def _recorded(document: Document) -> Recorded:
     )
     stats = _stats(ours)
     for name in ("peak_bytes", "busy_seconds"):
-        _expect(all(map(_is_amount, stats[name].values())), f"{name!r} has what is no number")
-    # Merged with the trace of another store, it has the other's events too.
+        _expect(
+            all(map(_is_amount, stats[name].values())), f"{name!r} has a value that is not a number"
+        )
+    # A trace merged with that of another store also has the other's events.
     slices, counters = _events(document["traceEvents"], ours.get("process"))
     return Recorded(
         groups,
@@ -293,7 +295,7 @@ def _pairs(
 ) -> tuple[tuple[str, Any], ...]:
     rows = ours.get(field)
     if not isinstance(rows, list):
-        raise _Damaged(f"{field!r} is no list")
+        raise _Damaged(f"{field!r} is not a list")
     for row in rows:
         pair = isinstance(row, list) and len(row) == 2
         _expect(pair and isinstance(row[0], str) and is_valid(row[1]), f"{field!r} has {row!r}")
@@ -308,7 +310,7 @@ def _mapping(
 ) -> dict[str, Any]:
     found = ours.get(field)
     if not isinstance(found, dict):
-        raise _Damaged(f"{field!r} is no object")
+        raise _Damaged(f"{field!r} is not an object")
     for name, value in found.items():
         _expect(is_name(name) and is_valid(value), f"{field!r} has {name!r}: {value!r}")
     return found
@@ -318,13 +320,13 @@ def _record(ours: Document) -> EventRecord | None:
     try:
         return None if ours.get("events") is None else from_document(ours["events"])
     except ValueError as error:
-        raise _Damaged(f"'events' is no record of events: {error}") from error
+        raise _Damaged(f"'events' is not a valid event record: {error}") from error
 
 
 def _stats(ours: Document) -> dict[str, Any]:
     found = _ADDED | _mapping(ours, "stats", lambda _: True, _is_figure)
     names = [field.name for field in dataclasses.fields(Stats)]
-    _expect(found.keys() >= set(names), "'stats' is not whole")
+    _expect(found.keys() >= set(names), "'stats' is incomplete")
     for name in names:
         _expect(name.endswith(_BY_NAME) == isinstance(found[name], dict), f"'stats' has no {name}")
     return found
@@ -353,7 +355,7 @@ def _events(
 ) -> tuple[tuple[TraceSlice, ...], dict[str, list[tuple[float, float]]]]:
     ours = [e for e in events if isinstance(e, dict) and _kind_of(e) is not None]
     ours = [e for e in ours if process is None or e.get("pid") == process]
-    tracks = {_place(e): _args(e).get("name") for e in ours if e.get("name") == "thread_name"}
+    tracks = {_thread_of(e): _args(e).get("name") for e in ours if e.get("name") == "thread_name"}
     timed = [event for event in ours if event.get("ph") in ("X", "C")]
     for event in timed:
         _expect(_is_number(event.get("ts")), f"an event has the time {event.get('ts')!r}")
@@ -363,12 +365,12 @@ def _events(
     for event in sorted(timed, key=lambda event: float(event["ts"])):
         start, name = (event["ts"] - first) / 1e6, str(event.get("name"))
         if event["ph"] == "C":
-            _expect(len(_args(event)) == 1, f"the counter {name!r} has not one value")
+            _expect(len(_args(event)) == 1, f"the counter {name!r} does not have exactly one value")
             for what, value in _args(event).items():
                 _expect(_is_amount(value), f"the counter {name!r} is {value!r}")
                 counters.setdefault(f"{name} {what}", []).append((start, float(value)))
             continue
-        lasted, track = event.get("dur", -1), tracks.get(_place(event))
+        lasted, track = event.get("dur", -1), tracks.get(_thread_of(event))
         _expect(_is_amount(lasted), f"an event lasts {lasted!r}")
         _expect(isinstance(track, str), f"{name!r} is on a track without a name")
         kind = str(_kind_of(event))
@@ -377,12 +379,12 @@ def _events(
 
 
 def _kind_of(event: Document) -> str | None:
-    """What follows `tierstore,` in the category; None for events of others."""
+    """Return the part of the category after `tierstore,`; None for events of other programs."""
     category, _, kind = str(event.get("cat")).partition(",")
     return kind if category == CATEGORY else None
 
 
-def _place(event: Document) -> tuple[str, str]:
+def _thread_of(event: Document) -> tuple[str, str]:
     return str(event.get("pid")), str(event.get("tid"))
 
 

@@ -1,10 +1,10 @@
-"""From the notes of a store to the tracks of a trace.
+"""Writes traces: turns the journal of a store into tracks and slices.
 
-What happens at once (four reads, three callers) goes to different tracks of one kind, "disk read",
-"disk read 2" and so on, so that slices of one track never overlap. A caller *computes* from the
-grant of a lease until it asks for the next group or gives the last lease back; while it holds
-several, the newest gives the name. On an accelerator the caller only queues the work: there the
-computing with a group begins when the one before is done.
+Concurrent work (four reads, three callers) goes to several tracks of one kind, "disk read",
+"disk read 2" and so on: slices of one track never overlap. A caller *computes* from the grant of a
+lease until it requests the next group or releases its last lease; the slice is named after its
+newest lease. On an accelerator the caller only queues the work: there, computing with a group
+begins when the previous one is done.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ from tierstore.observe.trace import (
 )
 
 _QUARTER = 7_889_238 * 10**6
-"""Microseconds. torch.profiler counts its own from the last multiple of this."""
+"""A quarter of a year in microseconds: torch.profiler's times start at a multiple of this."""
 _ORDER = {kind: place for place, kind in enumerate(KINDS.values())}
 _PID = 1 << 22
-"""Processes have smaller numbers, so that a merged trace can show the store beside them."""
+"""Process ids are smaller, so a store never shares one with a process in a merged trace."""
 
 
 @dataclass(frozen=True)
 class Notes:
-    """What store number `number` of this process noted until `now`.
+    """The journal of store number `number` of this process, as of `now`.
 
-    `groups` are the keys and bytes of those it holds, the oldest first.
+    `groups` has the keys and bytes of the store's groups, the oldest first.
     """
 
     stats: Stats
@@ -67,7 +67,7 @@ class Notes:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A slice that has no track yet."""
+    """A slice without a track."""
 
     kind: str
     name: str
@@ -77,33 +77,33 @@ class _Piece:
 
 
 def document(notes: Notes) -> Document:
-    """The trace that the notes make."""
+    """Build a trace."""
     clock = _Clock(notes)
     pid = os.getpid() + _PID * (1 + notes.number % 500)
     pieces = itertools.chain(
-        map(_passed, notes.passes),
-        (_followed(plan, notes.now) for plan in notes.plans),
-        map(_transferred, notes.spans),
-        _computed(notes),
+        map(_pass_piece, notes.passes),
+        (_plan_piece(plan, notes.now) for plan in notes.plans),
+        map(_span_piece, notes.spans),
+        _compute_pieces(notes),
     )
-    events = [*_laid_out(pieces, clock), *_counted(notes, clock)]
+    events = [*_slice_events(pieces, clock), *_counter_events(notes, clock)]
     if notes.dropped:
-        text = f"{notes.dropped:,} older events were forgotten"
+        text = f"{notes.dropped:,} older events were dropped"
         events.insert(0, {"ph": "i", "s": "p", "name": text, "ts": clock(clock.first), "tid": 0})
-    events.insert(0, _named("process_name", 0, name=f"tierstore on {notes.device}"))
-    events.insert(1, _named("process_sort_index", 0, sort_index=-notes.number))
+    events.insert(0, _metadata("process_name", 0, name=f"tierstore on {notes.device}"))
+    events.insert(1, _metadata("process_sort_index", 0, sort_index=-notes.number))
     return {
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": clock.base * 1000,
-        CATEGORY: {**_in_words(notes), "process": pid},
+        CATEGORY: {**_program_data(notes), "process": pid},
         "traceEvents": [{"cat": f"{CATEGORY},", "pid": pid, **event} for event in events],
     }
 
 
 class _Clock:
-    """From seconds of `time.monotonic` to whole microseconds after `base` (since 1970).
+    """Converts seconds of `time.monotonic` to whole microseconds after `base` (since 1970).
 
-    Whole ones, rounded down, so that what did not overlap never does.
+    Times are rounded down, so intervals that did not overlap still do not.
     """
 
     def __init__(self, notes: Notes) -> None:
@@ -121,14 +121,14 @@ class _Clock:
 # Slices ----------------------------------------------------------------------------------------
 
 
-def _transferred(span: Span) -> _Piece:
+def _span_piece(span: Span) -> _Piece:
     args: dict[str, Any] = {"met": span.note} if span.kind == STALLS else {"nbytes": span.nbytes}
     if span.note == "failed":
         args["failed"] = True
     return _Piece(KINDS.get(span.kind, span.kind), span.key, span.start, span.end, args)
 
 
-def _passed(one: ModelPass) -> _Piece:
+def _pass_piece(one: ModelPass) -> _Piece:
     args: dict[str, Any] = {"model": one.model, "does": one.does, "number": one.number}
     if one.failed:
         args["failed"] = True
@@ -136,30 +136,30 @@ def _passed(one: ModelPass) -> _Piece:
     return _Piece(PASSES, f"{what} {one.number}", one.start, one.end, args)
 
 
-def _followed(plan: FollowedPlan, now: float) -> _Piece:
+def _plan_piece(plan: FollowedPlan, now: float) -> _Piece:
     args: dict[str, Any] = {"steps": plan.steps}
     if plan.end:
         args |= {"at": plan.at, "left": plan.reason}
     return _Piece(PLANS, f"plan of {plan.steps} steps", plan.start, plan.end or now, args)
 
 
-def _computed(notes: Notes) -> Iterator[_Piece]:
+def _compute_pieces(notes: Notes) -> Iterator[_Piece]:
     if notes.device == "cpu":
         callers: dict[int, list[LeaseUse]] = defaultdict(list)
         for use in notes.uses:
             callers[use.caller if isinstance(use.caller, int) else id(use.caller)].append(use)
         for uses in callers.values():
-            yield from _computed_by(uses, notes.now)
+            yield from _caller_compute(uses, notes.now)
         return
     done = 0.0
     for use in sorted((use for use in notes.uses if use.done), key=lambda use: use.done):
         start = max(done, use.granted, use.ready)
         done = max(use.done, start)
-        yield _computing(use, start, done)
+        yield _compute_piece(use, start, done)
 
 
-def _computed_by(uses: Iterable[LeaseUse], now: float) -> Iterator[_Piece]:
-    """What one caller computed, with waiting and with nothing on lease left out."""
+def _caller_compute(uses: Iterable[LeaseUse], now: float) -> Iterator[_Piece]:
+    """Yield the computing of one caller, without waits and times when it held no lease."""
     edges: list[tuple[float, int, int, LeaseUse]] = []
     for number, use in enumerate(uses):
         times = (use.asked, use.granted, use.released or now)
@@ -168,7 +168,7 @@ def _computed_by(uses: Iterable[LeaseUse], now: float) -> Iterator[_Piece]:
     asking, since = 0, 0.0
     for at, step, number, use in sorted(edges, key=lambda edge: edge[:3]):
         if held and not asking and at > since:
-            yield _computing(next(reversed(held.values())), since, at)
+            yield _compute_piece(next(reversed(held.values())), since, at)
         since = at
         if step == 2:
             held.pop(number, None)
@@ -178,15 +178,15 @@ def _computed_by(uses: Iterable[LeaseUse], now: float) -> Iterator[_Piece]:
             held[number] = use
 
 
-def _computing(use: LeaseUse, start: float, end: float) -> _Piece:
+def _compute_piece(use: LeaseUse, start: float, end: float) -> _Piece:
     args = {"nbytes": use.nbytes, "met": use.met}
     return _Piece(COMPUTE, use.group.key, start, end, args)
 
 
-def _laid_out(pieces: Iterable[_Piece], clock: _Clock) -> Iterator[Document]:
-    """Slices, each on the first track of its kind that is free, and the names of the tracks."""
+def _slice_events(pieces: Iterable[_Piece], clock: _Clock) -> Iterator[Document]:
+    """Yield each slice on the first free track of its kind, and the names of the tracks."""
     ends: dict[str, list[int]] = defaultdict(list)
-    others: dict[str, int] = {}  # hops of tiers that somebody has added
+    others: dict[str, int] = {}  # hops of tiers that a caller added
     for piece in sorted(pieces, key=lambda piece: (piece.start, piece.end)):
         start, end = clock(piece.start), clock(piece.end)
         tracks = ends[piece.kind]
@@ -204,8 +204,8 @@ def _laid_out(pieces: Iterable[_Piece], clock: _Clock) -> Iterator[Document]:
     for kind, tracks in ends.items():
         for track in range(len(tracks)):
             tid = _tid(kind, track, others)
-            yield _named("thread_name", tid, name=f"{kind} {track + 1}" if track else kind)
-            yield _named("thread_sort_index", tid, sort_index=tid)
+            yield _metadata("thread_name", tid, name=f"{kind} {track + 1}" if track else kind)
+            yield _metadata("thread_sort_index", tid, sort_index=tid)
 
 
 def _tid(kind: str, track: int, others: dict[str, int]) -> int:
@@ -215,19 +215,24 @@ def _tid(kind: str, track: int, others: dict[str, int]) -> int:
     return 1000 * (1 + place) + track
 
 
-def _named(what: str, tid: int, **args: Any) -> Document:
+def _metadata(what: str, tid: int, **args: Any) -> Document:
     return {"ph": "M", "name": what, "tid": tid, "args": args}
 
 
 # Counters --------------------------------------------------------------------------------------
 
 
-def _counted(notes: Notes, clock: _Clock) -> Iterator[Document]:
-    """Bytes on each tier against its budget, and bytes moved so far. They end at the truth."""
+def _counter_events(notes: Notes, clock: _Clock) -> Iterator[Document]:
+    """Yield counters: bytes on each tier, its budget, and bytes moved so far.
+
+    The last values are those of the statistics.
+    """
     stats = notes.stats.as_dict()
     tiers = list(notes.stats.used_bytes)
     for at, used in notes.levels:
-        for tier, nbytes in zip(tiers, used, strict=False):  # the last tier may have come later
+        for tier, nbytes in zip(
+            tiers, used, strict=False
+        ):  # the last tier may have been added later
             yield _count(tier, "used", clock(at), nbytes)
     for hop, field in BYTES_MOVED.items():
         what = field.removeprefix("bytes_")
@@ -250,7 +255,7 @@ def _count(name: str, what: str, at: int, value: int) -> Document:
 # For programs ----------------------------------------------------------------------------------
 
 
-def _in_words(notes: Notes) -> Document:
+def _program_data(notes: Notes) -> Document:
     uses = sorted(notes.uses, key=lambda use: use.asked)
     groups = {**{use.group.key: use.nbytes for use in uses}, **notes.groups}
     in_order = [*notes.groups, *(key for key in groups if key not in notes.groups)]
@@ -259,7 +264,7 @@ def _in_words(notes: Notes) -> Document:
         "groups": [[key, groups[key]] for key in in_order],
         "uses": [
             [use.group.key, round(seconds, 9)]
-            for use, seconds in zip(uses, _worked_after(uses, notes), strict=True)
+            for use, seconds in zip(uses, _work_after(uses, notes), strict=True)
         ],
         "budgets": notes.stats.budget_bytes,
         "bandwidth": notes.summary.bandwidth,
@@ -270,8 +275,8 @@ def _in_words(notes: Notes) -> Document:
     }
 
 
-def _worked_after(uses: Sequence[LeaseUse], notes: Notes) -> Iterator[float]:
-    """Seconds of work between each use and the next request."""
+def _work_after(uses: Sequence[LeaseUse], notes: Notes) -> Iterator[float]:
+    """Yield the seconds of work between each use and the next request."""
     done = 0.0
     for use, following in itertools.zip_longest(uses, uses[1:]):
         until = following.asked if following else use.released or notes.now
@@ -286,7 +291,7 @@ def _worked_after(uses: Sequence[LeaseUse], notes: Notes) -> Iterator[float]:
 
 
 def save(document: Document, path: str | os.PathLike[str]) -> None:
-    """Write a trace: wholly, or not at all. Raises OSError."""
+    """Write a trace atomically. Raises OSError."""
     raw = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     if Path(path).name.endswith(".gz"):
         raw = gzip.compress(raw, compresslevel=5)
@@ -294,15 +299,15 @@ def save(document: Document, path: str | os.PathLike[str]) -> None:
 
 
 def write_whole(path: str | os.PathLike[str], raw: bytes) -> None:
-    """Write a file so that there is the old one, or the whole new one. Raises OSError.
+    """Write a file atomically: readers see the old content or all of the new. Raises OSError.
 
-    What is no regular file, such as a pipe, is written to.
+    A target that is not a regular file, such as a pipe, is written to directly.
     """
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         target.write_bytes(raw)
         return
-    # A name that no other thread has, and no longer than others may be.
+    # Unique among threads, and short enough for any file system.
     draft = target.with_name(f".{uuid.uuid4()}.trace")
     try:
         draft.write_bytes(raw)
@@ -312,13 +317,13 @@ def write_whole(path: str | os.PathLike[str], raw: bytes) -> None:
 
 
 def merged(document: Document, profile: Document) -> Document:
-    """A trace of a store beside another Chrome trace of the same process, on the other's clock."""
+    """Merge a trace of a store into another Chrome trace of the same process, on its clock."""
     base = profile.get("baseTimeNanoseconds", 0)  # older ones count from 1970
     later = (document["baseTimeNanoseconds"] - (base if isinstance(base, int) else 0)) // 1000
     ours = [
         {**event, "ts": event["ts"] + later} if "ts" in event else event
         for event in document["traceEvents"]
     ]
-    pids = list({event["pid"] for event in ours})  # no set: theirs may be anything
+    pids = list({event["pid"] for event in ours})  # not a set: foreign ids may be unhashable
     others = [e for e in profile["traceEvents"] if isinstance(e, dict) and e.get("pid") not in pids]
     return {**profile, CATEGORY: document[CATEGORY], "traceEvents": [*others, *ours]}

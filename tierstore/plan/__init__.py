@@ -1,1 +1,1 @@
-"""DECIDE: what to fetch early and what to put away. Pure: no torch, threads, clocks or files."""
+"""DECIDE: plans every move and eviction. Pure: no torch, threads, clocks or files."""

@@ -1,7 +1,7 @@
-"""Making room: which copies go, and which are saved one tier down before.
+"""Eviction: frees space by dropping copies, saving them one tier down first if necessary.
 
-Copies that are valid elsewhere are dropped; others have to be saved first. Which ones go is the
-policy's choice, among those that nobody uses.
+A copy that is valid on another tier is dropped at once; any other is saved first. The policy
+chooses among the copies that are not in use.
 """
 
 from __future__ import annotations
@@ -20,17 +20,20 @@ from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
 
 SAME_SIZE_AMONG = 128
-"""How many of the copies that would be missed least are looked at for one of the size that is
-needed: it leaves a slot that need not be made anew. Where memory has to be page-locked, that takes
-longer than reading the group. The more are looked at, the more goes that was better kept."""
+"""Number of best victims that are searched for one of exactly the needed size.
+
+Its slot can be reused as it is; where memory must be page-locked, allocating a new one takes longer
+than reading the group. A longer search evicts more copies that should have stayed.
+"""
 
 
 @dataclass(eq=False, slots=True)
 class Eviction:
-    """Takes room for new copies, at the cost of others.
+    """Reserves space for new copies by evicting others.
 
-    A `rival` is a group that is fetched early: it takes no room from what is needed sooner, and
-    nothing is saved for it. None: somebody waits, and whatever nobody uses may go.
+    A `rival` is a group that is prefetched: it must not evict what is needed sooner, and nothing is
+    saved to make space for it. If `rival` is None, a caller waits, and every copy that is not in
+    use may be evicted.
     """
 
     _copies: CopyTable
@@ -38,14 +41,16 @@ class Eviction:
     _policy: Policy
     _prefetcher: Prefetcher
     needed_sooner: set[int] = field(default_factory=set)  # than the rival: numbers of groups
-    # Copies that go when their save is done.
+    # Copies to drop when their save is done.
     _leaving: set[tuple[GroupRecord, Tier]] = field(default_factory=set)
 
-    def set_aside(self, group: GroupRecord, tier: Tier, rival: GroupRecord | None = None) -> bool:
-        """Take room for a copy of `group` on `tier`, evicting what must and may go."""
+    def reserve_space(
+        self, group: GroupRecord, tier: Tier, rival: GroupRecord | None = None
+    ) -> bool:
+        """Reserve space for a copy of `group` on `tier`, evicting others. Returns its success."""
         copies = self._copies
         nbytes, pool = group.cost(tier), copies.pool(group, tier)
-        if not pool.has_room(nbytes) and not self._evict(pool, nbytes, rival):
+        if not pool.has_space(nbytes) and not self._evict(pool, nbytes, rival):
             return False
         copies.place(group, tier, State.RESERVED)
         if tier is copies.top and rival is None:
@@ -53,26 +58,29 @@ class Eviction:
         return True
 
     def save_below(self, group: GroupRecord, tier: Tier) -> bool:
-        """See that the copy on `tier` may go: True if it may, or will when a save is done."""
+        """Save the copy on `tier` one tier down if it is the only valid one.
+
+        Returns True if it may be dropped, now or when that save is done.
+        """
         if group.valid_elsewhere(tier) or group.exclusive:
             return True
         below = self._copies.below[tier]
         copy = group.copies.get(below)
         if copy is not None and copy.state is not State.RESERVED:
             return True
-        if copy is None and not self.set_aside(group, below):
+        if copy is None and not self.reserve_space(group, below):
             return False
         self._copies.start(group, tier, below, urgent=True)
         return True
 
-    def leave_when_saved(self, group: GroupRecord, tier: Tier) -> None:
-        """The copy on `tier` goes as soon as nothing uses it and another is valid."""
+    def drop_when_saved(self, group: GroupRecord, tier: Tier) -> None:
+        """Drop the copy on `tier` as soon as it is not in use and another one is valid."""
         group.copies[tier].unwanted = True
         self._leaving.add((group, tier))
-        self._copies.in_vain.clear()
+        self._copies.blocked_sizes.clear()
 
     def may_be_dropped(self, group: GroupRecord, tier: Tier, rival: GroupRecord | None) -> bool:
-        """Whether the copy on `tier` may make room, saved before if it is the only one."""
+        """Return whether the copy on `tier` may be evicted, after a save if it is the only one."""
         if self._copies.in_use(group, tier) or group.copies[tier].unwanted:
             return False
         if tier not in self._copies.below or tier is group.backing:
@@ -82,13 +90,13 @@ class Eviction:
         if rival is not None and group.number in self.needed_sooner:
             return False
         if rival is not None and group in self._requests.saves:
-            return False  # it is half-way down, and would come again
+            return False  # it is half-way down, and would be fetched again
         if self._requests.is_waited_for(group, tier):
             return False  # its waiter is about to wake up and lease it
         return rival is None or group.valid_elsewhere(tier)
 
     def drop_idle(self, pool: Pool, most: int) -> None:
-        """Drop what nobody uses and is valid elsewhere, until at most so many bytes are used."""
+        """Drop idle copies that are valid elsewhere until `pool` uses at most `most` bytes."""
         if pool.used <= most:
             return
         for group in list(self._candidates(pool, None)):
@@ -99,13 +107,13 @@ class Eviction:
                 break
 
     def _candidates(self, pool: Pool, rival: GroupRecord | None) -> Iterator[GroupRecord]:
-        """In the policy's order, but what is sticky late, and a demand's own source last."""
+        """Yield the policy's victims, with sticky groups late and sources of demands last."""
         sticky, going_up = [], []
         demands, copies, tier = self._requests.demands, self._copies, pool.tier
         for group_id in self._policy.victims(tier, None if rival is None else rival.id):
             group = copies.groups[group_id]
             if tier is copies.host and group.shared is not pool.shared:
-                continue  # its room is elsewhere
+                continue  # it is in the other pool
             if group in demands and not group.present(copies.top):
                 going_up.append(group)
             elif group.sticky and tier is copies.host:
@@ -117,40 +125,42 @@ class Eviction:
         yield from going_up
 
     def _evict(self, pool: Pool, nbytes: int, rival: GroupRecord | None) -> bool:
-        """Make room in `pool`. True if it is there now; False if it is not, or not yet."""
-        in_vain = self._copies.in_vain
-        few, many = in_vain.get(pool, (0, math.inf)) if rival is None else (0, math.inf)
+        """Evict until `pool` has `nbytes` bytes of space. Returns whether it has them now."""
+        blocked_sizes = self._copies.blocked_sizes
+        few, many = blocked_sizes.get(pool, (0, math.inf)) if rival is None else (0, math.inf)
         if nbytes <= few or nbytes >= many:
             return False
         tried: set[GroupRecord] = set()
-        in_vain[pool] = few, many  # until something goes, or is about to
+        blocked_sizes[pool] = few, many  # until a copy is dropped, or is about to be
         while (chosen := self._chosen(pool, nbytes, rival, tried)) is not None:
             for group in chosen:
                 self._evict_copy(group, pool, nbytes)
             tried.update(chosen)
-            if pool.has_room(nbytes - self._bytes_leaving(pool)):
+            if pool.has_space(nbytes - self._bytes_leaving(pool)):
                 few = nbytes
                 break  # otherwise, one of them could not be saved
         else:
             many = many if tried else nbytes
-        if rival is None and pool in in_vain:
-            in_vain[pool] = few, many
-        return pool.has_room(nbytes)
+        if rival is None and pool in blocked_sizes:
+            blocked_sizes[pool] = few, many
+        return pool.has_space(nbytes)
 
     def _evict_copy(self, group: GroupRecord, pool: Pool, nbytes: int) -> None:
         tier = pool.tier
         if group.valid_elsewhere(tier):
             self._copies.drop(group, tier)
-        elif not pool.has_room(nbytes - self._bytes_leaving(pool)) and self.save_below(group, tier):
-            self.leave_when_saved(group, tier)
+        elif not pool.has_space(nbytes - self._bytes_leaving(pool)) and self.save_below(
+            group, tier
+        ):
+            self.drop_when_saved(group, tier)
 
     def _chosen(
         self, pool: Pool, nbytes: int, rival: GroupRecord | None, tried: Set[GroupRecord]
     ) -> list[GroupRecord] | None:
-        """Whose copies should go; None if there are not enough that may.
+        """Return the groups whose copies to evict; None if too few may be evicted.
 
-        Beside an accelerator, one of the size that is needed goes before those that are missed a
-        little less.
+        On the host of an accelerator, a copy of exactly the needed size is preferred to slightly
+        better victims.
         """
         copies = self._copies
         short = pool.used + nbytes - (pool.limit or 0)
@@ -172,8 +182,7 @@ class Eviction:
     def _of_same_size(
         self, pool: Pool, nbytes: int, rival: GroupRecord | None, tried: Set[GroupRecord]
     ) -> GroupRecord | None:
-        """Of those that need not stay, one of `nbytes` bytes that is not needed much sooner than
-        the one that is missed least."""
+        """Return a victim of exactly `nbytes` bytes, needed about as late as the best victim."""
         first = None
         for group in islice(self._may_go(pool, rival, tried), SAME_SIZE_AMONG):
             first = first or group
@@ -186,13 +195,13 @@ class Eviction:
     def _may_go(
         self, pool: Pool, rival: GroupRecord | None, tried: Set[GroupRecord]
     ) -> Iterator[GroupRecord]:
-        """Those that may be evicted and were not tried yet, the one missed least first."""
+        """Yield the groups that may be evicted and are not in `tried`, the best victim first."""
         for group in self._candidates(pool, rival):
             if group not in tried and self.may_be_dropped(group, pool.tier, rival):
                 yield group
 
     def _bytes_leaving(self, pool: Pool) -> int:
-        """Bytes of `pool` that go as soon as a save that is under way is done."""
+        """Return the bytes of `pool` that will be freed by saves in progress."""
         if not self._leaving:
             return 0
         self._leaving = {(group, t) for group, t in self._leaving if _is_leaving(group, t)}

@@ -1,4 +1,4 @@
-"""What callers say of groups that are there: hints, saves, and the end of a group."""
+"""Events about existing groups: hints, saves, budgets, and the end of a group."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierstore.plan.schedule import Schedule
 
 @dataclass(eq=False, slots=True)
 class HintEvents:
-    """Handles what needs no answer."""
+    """Handles events that need no answer."""
 
     _copies: CopyTable
     _requests: Requests
@@ -29,20 +29,20 @@ class HintEvents:
         found = [self._copies.groups[group] for group in event.groups]
         groups = [group for group in found if not group.forgotten]
         for group in groups:
-            self._movement.want_again(group)
+            self._movement.cancel_drops(group)
             self._prefetcher.aim(group.number, highest)
-        self._schedule.known.expect(group.id.key for group in groups)
+        self._schedule.known.prefetch(group.id.key for group in groups)
         self._movement.look_ahead = True
         return True
 
     def offloaded(self, event: events.Offloaded) -> bool:
         self._requests.offloads[self._copies.groups[event.group]] = None
-        self._schedule.known.expect_not(event.group.key)
+        self._schedule.known.cancel_prefetch(event.group.key)
         return True
 
     def memory_released(self, event: events.MemoryReleased) -> bool:
         group = self._copies.groups[event.group]
-        self._schedule.known.expect_not(event.group.key)
+        self._schedule.known.cancel_prefetch(event.group.key)
         self._copies.abandon(group)
         for tier, copy in group.copies.items():
             waited_for = self._requests.is_waited_for(group, tier)
@@ -69,27 +69,27 @@ class HintEvents:
         groups = (group for group in copies.groups.values() if copies.pool(group, tier) is pool)
         largest = max((group.nbytes for group in groups), default=0)
         copies.change_budget(tier, max(nbytes, pool.used, min(largest, before)))
-        copies.in_vain.clear()
+        copies.blocked_sizes.clear()
         self._movement.look_ahead = True
         return True
 
     def shared_budget_changed(self, event: events.SharedBudgetChanged) -> bool:
         copies = self._copies
         copies.shared.limit = self._prefetcher.sizes.allowed = event.nbytes
-        copies.in_vain.clear()
+        copies.blocked_sizes.clear()
         for number, group in copies.numbered.items():
             if group.shared:
                 self._prefetcher.pass_over(number, ended=True)
         self._movement.look_ahead = True
-        return True  # what is idle goes before anything else is done
+        return True  # idle copies are dropped before anything else
 
-    def memory_borrowed(self, event: events.MemoryBorrowed) -> bool:
+    def memory_carved_out(self, event: events.MemoryBorrowed) -> bool:
         copies, tier = self._copies, event.tier
-        pool, more = copies.pools[tier], event.nbytes - copies.borrowed[tier]
+        pool, more = copies.pools[tier], event.nbytes - copies.carved_out[tier]
         if pool.limit is not None:
             self._eviction.drop_idle(pool, pool.limit - more)
-        if more <= 0 or pool.has_room(more):
-            copies.borrow(tier, event.nbytes)
+        if more <= 0 or pool.has_space(more):
+            copies.carve_out(tier, event.nbytes)
         self._movement.look_ahead = True
         return True
 

@@ -1,4 +1,4 @@
-"""How fast bytes move between neighbouring tiers, and how many may be on their way at once."""
+"""The bandwidth between neighbouring tiers, and the bytes that may be in flight at once."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from dataclasses import dataclass
 from tierstore.model import shares
 
 IN_FLIGHT = 32 << 20
-"""Bytes on their way over one hop that keep it busy, while none of its copies are ending. More
-would only take room earlier."""
-NAMED_TIMES = 2
-"""How many times as many bytes may be on their way of what the caller itself says comes."""
+"""Bytes in flight that keep a hop busy while none of its copies are ending.
+
+More would only take space earlier.
+"""
+PREFETCHED_TIMES = 2
+"""Multiplier of the bytes that may be in flight for groups that the caller prefetches."""
 
 _REMEMBERED = 0.8
 
 
 @dataclass(slots=True)
 class HopSpeed:
-    """One way between neighbouring tiers: what moves on it now, and how fast it was.
+    """One hop between neighbouring tiers: its copies in flight, and its measured bandwidth.
 
-    Of its `copies`, some are `ending`: their last bytes move, and there is room for the next.
+    `ending` of its `copies` are moving their last bytes, so the next copy may begin.
     """
 
     copies: int = 0
@@ -31,30 +33,32 @@ class HopSpeed:
     _seconds: float = 0.0
 
     def begin(self, nbytes: int) -> None:
-        """A copy was instructed."""
+        """Count a copy that was instructed."""
         self.copies += 1
         self.nbytes += nbytes
 
     def end(self, nbytes: int) -> None:
-        """A copy is over. `measure` says how long it took, now or later."""
+        """Count a copy that ended. Its time is passed to `measure`, now or later."""
         self.copies -= 1
         self.nbytes -= nbytes
 
     def measure(self, nbytes: int, began: float, ended: float, *, counts: bool = True) -> None:
-        """So many bytes moved between these times. It `counts` unless they moved in vain."""
-        # Copies share the hop: what one took is the time since the one before was done.
+        """Record that bytes moved between two times. `counts` is False if the copy failed."""
+        # Copies share the hop: each takes the time since the previous one ended.
         seconds = ended - max(began, self.free_at)
         self.free_at = ended
         if counts and seconds > 0:
             self._bytes = _REMEMBERED * self._bytes + nbytes
             self._seconds = _REMEMBERED * self._seconds + seconds
 
-    def most_bytes(self, budget: int | None, *, named: bool) -> float:
-        """Bytes that may be on their way to a tier of `budget` at once, if there are several
-        copies; more if the next one is `named` by the caller."""
+    def most_bytes(self, budget: int | None, *, prefetched: bool) -> float:
+        """Return the bytes that several copies to a tier of `budget` may have in flight.
+
+        They may be more if the caller `prefetched` the next one.
+        """
         share = math.inf if budget is None else budget // shares.IN_FLIGHT
-        if named:
-            return NAMED_TIMES * share
+        if prefetched:
+            return PREFETCHED_TIMES * share
         return share if self.ending == self.copies else min(IN_FLIGHT, share)
 
     @property

@@ -1,7 +1,7 @@
-"""The keys that a schedule knows: their numbers, and what was said of them before any use.
+"""The keys that a schedule knows: their numbers, registration order and prefetch hints.
 
-Several orders of use may share them (`tierstore.plan.use_streams`). So a key has one number in all
-of them, and what the caller expects is expected whichever order it comes in.
+Several orders of use may share them (`tierstore.plan.use_streams`). So a key has the same number in
+all of them, and a prefetch hint holds in whichever order the key is used.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from tierstore.plan.matching import Numbers
 from tierstore.plan.use_history import Ranks
 
 PATIENCE = 64
-"""Uses after which a key that the caller said comes next is no longer waited for."""
+"""Uses after which a prefetched key that was not used is given up."""
 
 SOON = -1e15
-"""What the caller expects has this rank, and its steps more. All other ranks are far above."""
+"""Base rank of prefetched keys, to which their position is added. All other ranks are higher."""
 
 
 class Numbered(Protocol):
-    """An order that goes by the numbers of keys."""
+    """An order of use that refers to keys by number."""
 
     def begin_number(self, number: int) -> None:
-        """This number is another key's from now on."""
+        """Assign this number to a new key."""
 
     def clear_number(self, number: int) -> None:
-        """The key of this number is gone."""
+        """Clear what is known of this number: its key was forgotten."""
 
     def route_number(self, number: int) -> None:
-        """Data choose the key of this number."""
+        """Mark the key of this number as routed, that is, chosen by data."""
 
     def remembers(self, number: int) -> bool:
-        """Whether a use of this number is remembered: then it cannot be another's yet."""
+        """Return whether a use of this number is remembered: then it cannot be reused yet."""
 
 
 class KnownKeys:
-    """Keys and their numbers, for the `orders` that share them.
+    """Keys and their numbers, shared by `orders`.
 
-    A key that somebody was told the number of is in `kept`. `clock` counts the uses of all orders.
-    `epoch` grows when what the caller expects changes, `registrations` when a key is registered or
-    forgotten, `renumbered` when a number is given to a key or its key is forgotten. `routed` are
-    numbers of keys that data choose. Who fetches nothing early `takes_hints` of nobody.
+    `clock` counts the uses of all orders. `epoch` grows when the prefetched keys change,
+    `registrations` when a key is registered or forgotten, and `renumbered` when a number is
+    assigned to a key or its key is forgotten. `routed` has the numbers of keys that data choose.
+    With `takes_hints` False, prefetch hints are ignored.
     """
 
     def __init__(self, *, takes_hints: bool = True) -> None:
@@ -55,21 +55,21 @@ class KnownKeys:
         self.keys: list[str] = []  # by number
         self.routed: set[int] = set()
         self.registered = RegistrationOrder()
-        self.expected: dict[str, int] = {}  # key -> the use by which it must have come
+        self.prefetched: dict[str, int] = {}  # key -> value of `clock` at which it is given up
         self.clock = 0
         self.epoch = 0
         self.registrations = 0
         self.renumbered = 0
-        self._spare: list[int] = []  # numbers that are nobody's
-        self._kept: set[str] = set()
+        self._spare: list[int] = []  # free for reuse
+        self._kept: set[str] = set()  # keys whose number was returned for good
 
     def number(self, key: str) -> int:
-        """The number of `key`, which stays its own until it is forgotten."""
+        """Return the number of `key`, which it keeps until it is forgotten."""
         self._kept.add(key)
         return self.number_for_now(key)
 
     def number_for_now(self, key: str) -> int:
-        """The number of `key`, for as long as it is expected or a use of it is remembered."""
+        """Return a number for `key`, valid while it is prefetched or a use of it is remembered."""
         found = self.numbers.get(key)
         if found is not None:
             return found
@@ -87,7 +87,7 @@ class KnownKeys:
         return number
 
     def introduce(self, key: str, order: UseOrder = UseOrder.LEARNED) -> None:
-        """A group is registered, maybe once more. What data choose has no place in an order."""
+        """Add a registered group, or move it to the end. Routed keys have no place in the order."""
         number = self.number(key)
         if order is not UseOrder.ROUTED:
             self.registrations += 1
@@ -99,11 +99,11 @@ class KnownKeys:
             each.route_number(number)
 
     def forget(self, key: str) -> None:
-        """A group is gone."""
+        """Forget the key of a group that was removed."""
         if self.registered.remove(key):
             self.registrations += 1
         self._kept.discard(key)
-        self._stop_expecting(key)
+        self._drop_hint(key)
         number = self.numbers.get(key)
         if number is None:
             return
@@ -112,55 +112,55 @@ class KnownKeys:
         for order in self.orders:
             order.clear_number(number)
         if not self._remembered(number):
-            self._spare.append(self.numbers.pop(key))  # else it has a place in a history, for now
+            self._spare.append(self.numbers.pop(key))  # otherwise a history still uses it
 
-    def forget_the_unused(self) -> None:
-        """Some order remembers less than it did: numbers that nobody uses any more are spare."""
+    def reclaim_numbers(self) -> None:
+        """Free the numbers that no order remembers any more."""
         for key, number in list(self.numbers.items()):
-            if key in self._kept or key in self.expected or self._remembered(number):
+            if key in self._kept or key in self.prefetched or self._remembered(number):
                 continue
             self._spare.append(self.numbers.pop(key))
 
     def _remembered(self, number: int) -> bool:
         return any(order.remembers(number) for order in self.orders)
 
-    def expect(self, keys: Iterable[str]) -> None:
-        """The caller says that these keys come next, in this order."""
+    def prefetch(self, keys: Iterable[str]) -> None:
+        """Note that the caller prefetches these keys, and will use them in this order."""
         for key in keys if self._takes_hints else ():
             self.number_for_now(key)
-            self.expected.pop(key, None)
-            # A caller who changes their mind must not keep the room taken for ever.
-            self.expected[key] = self.clock + PATIENCE + 2 * len(self.expected)
+            self.prefetched.pop(key, None)
+            # If they are never used after all, they must not hold their space for ever.
+            self.prefetched[key] = self.clock + PATIENCE + 2 * len(self.prefetched)
         self.epoch += 1
 
-    def expect_not(self, key: str) -> None:
-        """The caller does not expect the key any more."""
-        self._stop_expecting(key)
+    def cancel_prefetch(self, key: str) -> None:
+        """Note that the caller no longer prefetches a key."""
+        self._drop_hint(key)
 
-    def _stop_expecting(self, key: str) -> None:
-        if self.expected.pop(key, None) is not None:
+    def _drop_hint(self, key: str) -> None:
+        if self.prefetched.pop(key, None) is not None:
             self.epoch += 1
 
-    def foretold(self) -> int:
-        """How many keys the caller expects."""
-        return len(self.expected)
+    def prefetched_count(self) -> int:
+        """Return the number of prefetched keys."""
+        return len(self.prefetched)
 
-    def named(self) -> Numbers:
-        """The numbers of the keys that the caller expects, in order."""
-        return np.array([self.numbers[key] for key in self.expected], dtype=np.int64)
+    def prefetched_numbers(self) -> Numbers:
+        """Return the numbers of the prefetched keys, in order."""
+        return np.array([self.numbers[key] for key in self.prefetched], dtype=np.int64)
 
     def sooner(self, numbers: Numbers, ranks: Ranks) -> Ranks:
-        """These ranks of numbers, but for what the caller expects: that comes before all others."""
-        if not self.expected:
+        """Return the ranks with prefetched keys moved before all others."""
+        if not self.prefetched:
             return ranks
         soon = np.full(len(self.keys), np.inf)
-        soon[self.named()] = SOON + np.arange(1, len(self.expected) + 1)
+        soon[self.prefetched_numbers()] = SOON + np.arange(1, len(self.prefetched) + 1)
         found: Ranks = np.minimum(soon[numbers], ranks)
         return found
 
-    def come(self, key: str) -> None:
-        """A key was used: it is expected no more, nor is what has not come for too long."""
+    def note_use(self, key: str) -> None:
+        """Note that a key was used: drop its prefetch hint, and hints that are too old."""
         now = self.clock
-        over = [k for k, limit in self.expected.items() if k == key or limit < now]
-        for gone in over:
-            self._stop_expecting(gone)
+        ended = [k for k, limit in self.prefetched.items() if k == key or limit < now]
+        for each in ended:
+            self._drop_hint(each)

@@ -1,4 +1,4 @@
-"""Leases, and the room for puts: who waits, who is lent what, and what a use teaches."""
+"""Events of leases and puts, and what is learned from each use."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tierstore.plan.schedule import Schedule
 
 
 @dataclass(eq=False, slots=True)
-class Uses:
-    """Learns from each use: the order of uses, and the times between them."""
+class UseEvents:
+    """Learns the order of uses, and the times between them."""
 
     _policy: Policy
     _schedule: Schedule
@@ -25,23 +25,23 @@ class Uses:
     _movement: Movement
 
     def asked(self, group: GroupRecord, stream: int) -> None:
-        """This user is about to be lent a group, or waits for it."""
+        """Note that a user requests a group."""
         if group.use_order is UseOrder.LEARNED:
             self._prefetcher.asked(group.number, self._schedule.ask(group.id.key, stream))
 
     def note(self, group: GroupRecord, stream: int) -> None:
-        """A group was lent to this user."""
+        """Note that a group was leased by a user."""
         prefetcher = self._prefetcher
         self._policy.used(group.id)
         self._movement.look_ahead = True
         if group.use_order is not UseOrder.LEARNED:
-            self._schedule.come(group.id.key, stream)
-            prefetcher.came(group.number)
+            self._schedule.note_unordered_use(group.id.key, stream)
+            prefetcher.leased(group.number)
             return
         prefetcher.used(group.number, self._schedule.advance_past(group.id.key, stream))
 
     def ended(self, event: events.StreamEnded) -> bool:
-        """A user is gone: forget the order that was learned of it."""
+        """Forget the order learned from a user that has ended."""
         self._schedule.end(event.stream)
         return False
 
@@ -53,11 +53,11 @@ class LeaseEvents:
     _copies: CopyTable
     _requests: Requests
     _movement: Movement
-    _uses: Uses
+    _uses: UseEvents
 
     def claimed(self, event: events.Claimed) -> bool:
         copies = self._copies
-        copies.refuse_what_never_fits(event.group, event.nbytes, (copies.pools[copies.host],))
+        copies.check_fits(event.group, event.nbytes, (copies.pools[copies.host],))
         group = GroupRecord(event.group, event.nbytes, use_order=event.use_order)
         copies.add(group)
         self._requests.claims[group] = None
@@ -75,7 +75,7 @@ class LeaseEvents:
     def demanded(self, event: events.Demanded) -> bool:
         group = self._copies.groups[event.group]
         way_up = self._copies.way_up(group, self._copies.top)
-        self._copies.refuse_what_never_fits(group.id, group.nbytes, way_up)
+        self._copies.check_fits(group.id, group.nbytes, way_up)
         demands = self._requests.demands
         demands[group] = demands.get(group, 0) + 1
         self._asked(group, event.stream)
@@ -83,7 +83,7 @@ class LeaseEvents:
 
     def _asked(self, group: GroupRecord, stream: int) -> None:
         self._uses.asked(group, stream)
-        self._movement.want_again(group)
+        self._movement.cancel_drops(group)
 
     def withdrawn(self, event: events.Withdrawn) -> bool:
         group = self._copies.groups.get(event.group)
@@ -91,7 +91,7 @@ class LeaseEvents:
             return True
         if group in self._requests.claims:
             self._withdraw_claim(group)
-        elif self._requests.take_back(group):
+        elif self._requests.withdraw(group):
             group.error = None
         return True
 
@@ -99,11 +99,11 @@ class LeaseEvents:
         host = self._copies.host
         if host in group.copies:
             self._copies.in_flight -= 1
-            self._copies.release_room(group, host)
+            self._copies.release_space(group, host)
         self._movement.forget(group)
 
     def leasable(self, group: GroupRecord, access: Access) -> bool:
-        """Whether the group may be lent now: it is there, and nobody uses it in another way."""
+        """Return whether the group is resident, and no other use conflicts with `access`."""
         if not group.present(self._copies.top) or group.exclusive or group.forgotten:
             return False
         return access is Access.READ or not (group.leases or group.host_lease or group.moving())
@@ -120,7 +120,7 @@ class LeaseEvents:
         copies.leased += not event.permanent
         self._uses.note(group, event.stream)
         if event.demanded:
-            self._requests.take_back(group)
+            self._requests.withdraw(group)
         return True
 
     def released(self, event: events.Released) -> bool:
@@ -131,28 +131,28 @@ class LeaseEvents:
         if event.access is Access.TAKE:
             movement.forget(group)
         movement.tidy(group)
-        movement.look_ahead |= movement.short_of_room
+        movement.look_ahead |= movement.short_of_space
         return True
 
 
 @dataclass(eq=False, slots=True)
 class HostLeaseEvents:
-    """Handles the events of leases in host memory, which on the CPU is the fastest tier as well.
+    """Handles the events of leases in host memory, which on the CPU is also the fastest tier.
 
-    They are for an optimizer, say, which works there whatever the model computes on.
+    An optimizer uses them, for example: it works on the host whatever device the model runs on.
     """
 
     _copies: CopyTable
     _requests: Requests
     _movement: Movement
-    _uses: Uses
+    _uses: UseEvents
 
     def demanded(self, event: events.HostDemanded) -> bool:
         group = self._copies.groups[event.group]
         way_up = self._copies.way_up(group, self._copies.host)
-        self._copies.refuse_what_never_fits(group.id, group.nbytes, way_up)
+        self._copies.check_fits(group.id, group.nbytes, way_up)
         self._requests.host_demands.setdefault(group, []).append(event.purpose)
-        self._movement.want_again(group)
+        self._movement.cancel_drops(group)
         return True
 
     def withdrawn(self, event: events.HostWithdrawn) -> bool:
@@ -160,11 +160,11 @@ class HostLeaseEvents:
         if group is None or group not in self._requests.host_demands:
             return False
         group.error = None
-        self._met(group, event.purpose)
+        self._remove_request(group, event.purpose)
         return True
 
     def leasable(self, group: GroupRecord, purpose: HostAccess) -> bool:
-        """Whether the group may be lent in host memory now."""
+        """Return whether the group may be leased in host memory now."""
         copy = group.copies.get(self._copies.host)
         if group.host_lease or group.leases or group.moving() or copy is None:
             return False
@@ -176,7 +176,7 @@ class HostLeaseEvents:
         if not group.present(copies.host):
             copies.renew(group)
         group.host_lease = event.purpose
-        self._met(group, event.purpose)
+        self._remove_request(group, event.purpose)
         copies.leased += event.purpose is not HostAccess.PERMANENT
         if event.purpose is not HostAccess.READ:
             copies.keep_only(group, copies.host)
@@ -188,19 +188,19 @@ class HostLeaseEvents:
         self._copies.leased -= group.host_lease is not HostAccess.PERMANENT
         group.host_lease = None
         self._movement.tidy(group)
-        self._movement.look_ahead |= self._movement.short_of_room
+        self._movement.look_ahead |= self._movement.short_of_space
         return True
 
-    def _met(self, group: GroupRecord, purpose: HostAccess) -> None:
-        """One who wanted to hold the group does so, or wants it no more."""
+    def _remove_request(self, group: GroupRecord, purpose: HostAccess) -> None:
+        """Remove one request for the group in host memory: it was met or withdrawn."""
         purposes = self._requests.host_demands[group]
         purposes.remove(purpose)
         if not purposes:
             del self._requests.host_demands[group]
         if set(purposes) != {HostAccess.RENEW}:
-            self._give_up_room_for_new_values(group)
+            self._release_reserved(group)
 
-    def _give_up_room_for_new_values(self, group: GroupRecord) -> None:
+    def _release_reserved(self, group: GroupRecord) -> None:
         copy = group.copies.get(self._copies.host)
         if copy is not None and copy.state is State.RESERVED:
-            self._copies.release_room(group, self._copies.host)
+            self._copies.release_space(group, self._copies.host)

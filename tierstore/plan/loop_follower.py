@@ -1,9 +1,9 @@
-"""Where the follower of a loop's plan stands: what the next step waits for, which copies may begin.
+"""The progress of a loop plan: what the next step waits for, and which copies may begin.
 
-It keeps counts and decides nothing: the three rules of `tierstore.plan.loop_plan` turn counts into
-answers. Whoever has the memory tells it of each step that ends and of each copy that begins or
-ends, in that order for each tier. Steps and copies are counted from when the plan was entered, so
-number k of a tier with n copies is copy k % n of pass k // n.
+The follower only keeps counts; the three rules of `tierstore.plan.loop_plan` follow from them. The
+owner of the memory reports each step that ends and each copy that begins or ends, in order for each
+tier. Steps and copies are counted from when the plan was entered, so number k of a tier with n
+copies is copy k % n of pass k // n.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from tierstore.plan.loop_plan import LoopPlan, TierPlan, TileCopy
 
 
 class LoopFollower:
-    """The counts of a plan that is being followed. It needs a lock where several threads use it.
+    """Counts the progress of a plan. Several threads need a lock to use it.
 
-    `steps` have ended. `begun` and `ended` have, for each tier of the plan, the copies into it of
-    which that is true.
+    `steps` is the number of steps that have ended. `begun` and `ended` have the number of copies
+    into each tier that have begun and ended.
     """
 
     def __init__(self, plan: LoopPlan) -> None:
@@ -31,18 +31,18 @@ class LoopFollower:
 
     @property
     def arrivals(self) -> int:
-        """Copies into the fastest tier that have to end before the next step computes."""
+        """Number of copies into the fastest tier that must end before the next step computes."""
         passed, number = divmod(self.steps, len(self._arrivals))
         return passed * self._copies_up + self._arrivals[number]
 
     def step_ended(self) -> None:
-        """The next step is over: a device has all its work queued, and an event marks its end."""
+        """Count a step as ended: on a device, its work is queued and an event follows it."""
         self.steps += 1
 
     # Copies ------------------------------------------------------------------------------------
 
     def next_copy(self, level: int) -> TileCopy | None:
-        """The next copy into a tier, if it may begin now; it begins with `copy_begun`."""
+        """Return the next copy into a tier, if it may begin now. Call `copy_begun` to begin it."""
         number = self.begun[level]
         if number >= self.released(level):
             return None
@@ -55,7 +55,7 @@ class LoopFollower:
         return copy
 
     def released(self, level: int) -> int:
-        """Copies into a tier that may have begun by now, as far as what they overwrite goes."""
+        """Return the number of copies into a tier whose targets may be overwritten by now."""
         tier = self.plan.tiers[level]
         if not tier.copies:
             return 0
@@ -64,14 +64,14 @@ class LoopFollower:
         return passed * len(tier.copies) + released
 
     def copy_begun(self, level: int) -> None:
-        """The copy that `next_copy` told begins: its target is broken from now on."""
+        """Count the copy from `next_copy` as begun: its target is invalid from now on."""
         self.begun[level] += 1
 
     def copy_ended(self, level: int) -> None:
-        """The first of the copies into a tier that are under way has ended."""
+        """Count the oldest copy in flight into a tier as ended."""
         self.ended[level] += 1
 
 
 def _released_by_the_pass_before(tier: TierPlan) -> int:
-    """Copies of a pass that wait for nobody in it."""
+    """Return the number of a pass's copies that wait for no user in that pass."""
     return tier.released[-1] - len(tier.copies) if tier.released else len(tier.copies)

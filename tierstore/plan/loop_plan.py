@@ -1,26 +1,26 @@
 """The plan of a loop: every copy of one pass, decided once and the same in every pass.
 
-A *loop* is a row of steps that repeats. A step is one use of a unit: it needs some groups on the
-fastest tier while it computes. A group is contiguous there, as its tensors have to be; it moves in
-*tiles* of about the same size.
+A *loop* is a sequence of steps that repeats. A step is one use of a unit: it needs some groups on
+the fastest tier while it computes. A group is contiguous there, because its tensors must be; it
+moves in *tiles* of about equal size.
 
-A plan is data. Three rules say how it is followed, and nothing else has to be decided:
+A plan is data. Three rules say how to follow it, and nothing is left to decide:
 
 1. A step begins once the first `PlannedStep.arrivals` copies into the fastest tier have ended. Its
    groups are then at `PlannedStep.addresses`.
-2. The copies into a tier are made in their order, one after the other. Of the fastest tier, copy
-   number k may begin once step `TileCopy.after` has ended; of a lower one, once the copy of that
-   number into the tier above has ended.
+2. The copies into a tier are made in order, one after the other. A copy into the fastest tier may
+   begin once step `TileCopy.after` has ended; a copy into a lower one, once the copy of that number
+   into the tier above has ended.
 3. A copy reads from `TileCopy.source` on the tier below, once copy number `TileCopy.source_ready`
    into that tier has ended. If `source` is None, it reads from the group's file.
 
-Steps and the copies into each tier are numbered from 0 in each pass. A negative number is one of
-the pass before: -1 is its last. So copies run ahead into the next pass as far as these rules let
-them, and whoever follows the plan keeps one count for the steps and one for each tier.
+Steps and the copies into each tier are numbered from 0 in each pass. Negative numbers refer to the
+previous pass: -1 is its last. So copies run ahead into the next pass as far as these rules allow,
+and a follower needs one count for the steps and one for each tier.
 
 Every tier is one piece of memory of `TierPlan.nbytes`, and addresses count from its first byte.
-Before the first pass, the groups of `TierPlan.start` are brought to their addresses. They are there
-at the beginning of every pass. No other memory is used: budgets are kept by construction.
+Before the first pass, the groups of `TierPlan.start` are moved to their addresses. They are there
+again at the beginning of every pass. No other memory is used, so budgets hold by construction.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tierstore.model.tiers import Tier
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One use of a unit: the numbers of the groups it needs, and the seconds it computes."""
+    """One use of a unit: the numbers of its groups, and its seconds of computing."""
 
     unit: str
     groups: tuple[int, ...]
@@ -45,7 +45,7 @@ class Step:
 class Loop:
     """The steps of one pass, and the bytes of each group, by number.
 
-    Raises ValueError if a step names a group twice or one that has no size.
+    Raises ValueError if a step names a group twice, or one that has no size.
     """
 
     steps: tuple[Step, ...]
@@ -59,17 +59,17 @@ class Loop:
 
     @property
     def seconds(self) -> float:
-        """Seconds of computing of a pass."""
+        """Seconds of computing in a pass."""
         return sum(step.seconds for step in self.steps)
 
     def nbytes(self, groups: Iterable[int]) -> int:
-        """Bytes of these groups."""
+        """Return the total bytes of these groups."""
         return sum(self.sizes[group] for group in groups)
 
 
 @dataclass(frozen=True, slots=True)
 class TileCopy:
-    """Bytes of a group, from byte `offset` of it on, that go to byte `target` of a tier's memory.
+    """A copy of `nbytes` bytes of a group, from `offset`, to byte `target` of a tier's memory.
 
     `after`, `source` and `source_ready` are explained in the module's docstring.
     """
@@ -85,7 +85,7 @@ class TileCopy:
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """Bytes of a group, from byte `offset` of it on, and where they are in a tier's memory."""
+    """`nbytes` bytes of a group, from `offset`, and their address in a tier's memory."""
 
     group: int
     offset: int
@@ -95,12 +95,12 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """What happens on one tier. It takes `nbytes` of memory there.
+    """The plan of one tier, which takes `nbytes` bytes of memory.
 
-    `start` is there at the beginning of every pass, each group as a whole. `copies` are those of
-    one pass into this tier. `released` tells, for each step (or each copy into the tier above), how
-    many of the copies may have begun when it ends, counted from the first of this pass; more than
-    there are in a pass means copies of the next one.
+    `start` has the complete groups that are there at the beginning of every pass. `copies` are the
+    copies of one pass into this tier. For each step (or each copy into the tier above), `released`
+    has the number of copies, counted from the first of the pass, that may have begun when it ends;
+    numbers beyond the copies of a pass refer to the next pass.
     """
 
     tier: Tier
@@ -111,14 +111,16 @@ class TierPlan:
 
     @property
     def moved(self) -> int:
-        """Bytes that are copied into the tier in each pass."""
+        """Bytes copied into the tier in each pass."""
         return sum(copy.nbytes for copy in self.copies)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """Where the groups of a step are while it computes, in the order in which the step names them,
-    and how many copies of its pass must have arrived on the fastest tier before."""
+    """The addresses of a step's groups, in the step's order, and the copies it waits for.
+
+    `arrivals` is the number of copies of its pass into the fastest tier that must end first.
+    """
 
     addresses: tuple[int, ...]
     arrivals: int
@@ -139,30 +141,33 @@ class LoopPlan:
 
     @property
     def ways(self) -> list[tuple[Tier, Tier]]:
-        """Where the copies into each tier come from, and where they go."""
+        """Source and destination tier of the copies into each tier."""
         tiers = [*(planned.tier for planned in self.tiers), Tier.DISK]
         return [(src, dst) for dst, src in pairwise(tiers)]
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that are read from disk in each pass."""
+        """Bytes read from disk in each pass."""
         return self.tiers[-1].moved
 
     @property
-    def cut_groups(self) -> set[int]:
-        """The groups of which only tiles are copied."""
+    def tiled_groups(self) -> set[int]:
+        """Groups that are copied in several tiles."""
         copies = (copy for tier in self.tiers for copy in tier.copies)
         return {copy.group for copy in copies if copy.nbytes < self.loop.sizes[copy.group]}
 
     def timed(self, seconds: Sequence[float]) -> LoopPlan:
-        """Return the same plan of steps that compute for so long."""
+        """Return the same plan with these seconds of computing, one for each step."""
         steps = zip(self.loop.steps, seconds, strict=True)
         timed = tuple(replace(step, seconds=spent) for step, spent in steps)
         return replace(self, loop=replace(self.loop, steps=timed))
 
     def missing(self, there: Mapping[int, Sequence[Tier]]) -> dict[tuple[Tier, Tier], int]:
-        """Bytes that have to be moved before the first pass, where groups are `there` already: so
-        many over each way. What is on a tier is not copied from a slower one, nor back to one."""
+        """Return the bytes to move over each hop before the first pass.
+
+        `there` has the tiers of each group that is resident. A group on a tier is not copied there
+        from a slower one, nor back to one.
+        """
         moved = dict.fromkeys(self.ways, 0)
         for level, planned in enumerate(self.tiers):
             for each in planned.start:

@@ -1,14 +1,14 @@
 """Computes the plan of a loop.
 
-The tiers are planned from the top down, each in the same way (`loop_tiers`): what a tier has to
-fetch is what the tier below is asked for. So the tiers have no group in common but what is on its
-way: what stays on the device needs no copy in host memory. A group stays as a whole or does not; on
-its way to the fastest tier, only tiles of it are in memory.
+The tiers are planned from the top down, each in the same way (`loop_tiers`): the groups that a tier
+has to fetch are requested from the tier below. So the tiers share no group except while it moves: a
+group that stays on the device needs no copy in host memory. Groups stay as a whole; on the way to
+the fastest tier, only single tiles of a group are in memory.
 
-How large the rings should be follows from the speeds: a larger ring evens out more, and leaves less
-room to what stays. A few sizes are tried on the virtual clock (`loop_timing`), and the best is
-taken; and so is, of a few, how much stays for good. Speeds decide nothing else, so a plan is right
-whatever the speeds turn out to be.
+The best size of the rings depends on the speeds: a larger ring evens out more variation, but leaves
+less space for groups that stay. The planner tries a few ring sizes, and a few amounts that stay for
+good, on a virtual clock (`loop_timing`), and takes the best. Speeds affect nothing else, so a plan
+is correct whatever the speeds turn out to be.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from tierstore.plan.loop_timing import seconds_per_pass
 from tierstore.plan.loop_waits import TierRequest, TiledGroup
 
 WORTH = 0.002
-"""A ring that makes a pass shorter by less than this share is not worth more bytes."""
+"""Fraction of a pass that a larger ring must save to be worth its bytes."""
 RING_GROWTH = 1.3
-"""How many times as large as one ring the next larger one is that is tried."""
+"""Factor between one ring size and the next that is tried."""
 NEARBY = (0.88, 0.94, 1.06, 1.12)
-"""Shares of the best of these that are tried, too."""
+"""Further sizes to try, as multiples of the best of those."""
 USUAL_LOWER_RING = 4
-"""In tiles: the rings below the fastest tier, as they are tried first."""
+"""First size to try for the rings below the fastest tier, in tiles."""
 LOWER_RINGS = (0.5, 1.5, 2.0, 3.0, 5.0)
-"""Shares of these that are tried, too."""
+"""Further sizes to try, as multiples of that."""
 NEIGHBOURS = 1
-"""Steps between two uses of a group that units share which follow each other."""
+"""Largest distance in steps at which two uses of a shared group count as one request."""
 
 
 def plan_loop(
@@ -47,9 +47,9 @@ def plan_loop(
 ) -> LoopPlan | None:
     """Plan a loop for these budgets (bytes; None: no limit), at these speeds (bytes per second).
 
-    Groups move in tiles of up to `tile` bytes, a multiple of a page; those in `whole` (by number)
-    move as they are. Returns None if the budgets are too small for any
-    plan: then the loop is left to the planner that decides at each use.
+    Groups move in tiles of up to `tile` bytes, a multiple of a page; the groups in `whole` (by
+    number) move in one piece. Returns None if the budgets are too small for any plan: then the
+    general planner handles the loop, use by use.
     """
     memory = in_memory(budgets)
     sources = [*memory[1:], Tier.DISK]
@@ -64,7 +64,7 @@ def plan_loop(
 
 
 class _Drafter:
-    """Plans of one loop, with rings of different sizes."""
+    """Drafts plans of one loop with rings of different sizes."""
 
     def __init__(
         self,
@@ -82,18 +82,18 @@ class _Drafter:
         self._tile = max(nbytes for group in groups for _, nbytes in group.tiles)
 
     def best(self) -> LoopPlan | None:
-        """The plan whose passes are shortest; of about equal ones, that which moves the least."""
+        """Return the plan with the shortest passes, or of equal ones, the fewest bytes moved."""
         found: _Timed | None = None
         for for_good in self._shares_for_good():
             found = _better(found, self._with_best_rings(for_good))
         return None if found is None else found.plan
 
     def _shares_for_good(self) -> list[int]:
-        """How many bytes might stay on the fastest tier in all waits, however long.
+        """Return the amounts to try of bytes that stay on the fastest tier for good.
 
-        None but what comes by itself: then the least is fetched to that tier. All: then each step
-        fetches its part. Or as many as the other tiers have no room for, so that nothing has to be
-        read. Where each group is used once in a pass, all waits are equally long.
+        None: then the least is fetched to that tier. All: then each step fetches its part. Or the
+        bytes that the other tiers have no space for, so that nothing is read from disk. If each
+        group is used once in a pass, all waits are equally long, and only one amount makes sense.
         """
         uses = [group for step in self._loop.steps for group in step.groups]
         every, limit = sum(self._loop.sizes), self._limits[0]
@@ -110,10 +110,10 @@ class _Drafter:
                 break
             tried = self._timed(_Choice((ring, *lower), for_good), found)
             if found is not None and tried is not None and self._least(tried.plan) > found.seconds:
-                break  # a larger ring moves more bytes still
+                break  # a larger ring moves even more bytes
             found = _better(found, tried)
             if found is not None and found.seconds <= (1 + WORTH) * self._loop.seconds:
-                break  # nothing is waited for
+                break  # no step waits
         if found is None or not found.plan.top.copies:
             return found
         for level, nearby in [(level, LOWER_RINGS) for level in range(1, len(lower) + 1)] + [
@@ -128,8 +128,10 @@ class _Drafter:
         return found
 
     def _top_rings(self) -> Iterator[int]:
-        """Rings of the fastest tier, the smallest first. How large one has to be depends on what
-        stays for good, so each share of that is tried with all of them."""
+        """Yield ring sizes for the fastest tier, the smallest first.
+
+        The size needed depends on what stays for good, so all sizes are tried for each amount.
+        """
         ring, most = float(max(self._loop.sizes)), self._usual_ring(0)
         while ring < self._limits[0]:
             yield int(ring)
@@ -139,16 +141,16 @@ class _Drafter:
         yield self._limits[0]
 
     def _usual_ring(self, level: int) -> int:
-        """Return the bytes that a ring takes at most, unless no plan does with less."""
+        """Return the largest ring to use unless only a larger one gives a plan, in bytes."""
         return self._limits[level] // shares.RING
 
     def _least(self, plan: LoopPlan) -> float:
-        """Seconds that a pass takes at least, with as many bytes as this plan moves."""
+        """Return a lower bound on the seconds of a pass that moves as many bytes as this plan."""
         speeds = zip(plan.tiers, self._speeds, strict=True)
         return max(tier.moved / speed if speed else 0.0 for tier, speed in speeds)
 
     def _timed(self, choice: _Choice, like: _Timed | None) -> _Timed | None:
-        """A plan with this choice. It expects the pace of one that is `like` it."""
+        """Draft and time a plan with this choice, at the pace of a similar plan `like`."""
         pace = [speed or 1.0 for speed in self._speeds] if like is None else like.pace
         plan = self.draft(choice, pace)
         if plan is None:
@@ -156,9 +158,9 @@ class _Drafter:
         return _Timed(plan, choice, seconds_per_pass(plan, self._speeds))
 
     def draft(self, choice: _Choice, pace: Sequence[float]) -> LoopPlan | None:
-        """The plan with this choice; None if its rings are too small.
+        """Draft the plan with this choice. Returns None if its rings are too small.
 
-        `pace` has the bytes that are copied into each tier in a second, on average of a pass.
+        `pace` has the bytes copied into each tier per second, averaged over a pass.
         """
         loop, groups = self._loop, self._groups
         seconds = [step.seconds for step in loop.steps]
@@ -183,7 +185,7 @@ class _Drafter:
 
 @dataclass(frozen=True)
 class _Choice:
-    """Bytes of the ring on each tier, and of what stays on the fastest one in all waits."""
+    """Bytes of the ring on each tier, and bytes that stay on the fastest tier for good."""
 
     rings: tuple[int, ...]
     for_good: int
@@ -191,7 +193,7 @@ class _Choice:
 
 @dataclass(frozen=True)
 class _Timed:
-    """A plan, the choice it was drafted with, and the seconds of a pass."""
+    """A plan, its choice of sizes, and the seconds of a pass."""
 
     plan: LoopPlan
     choice: _Choice
@@ -199,12 +201,12 @@ class _Timed:
 
     @property
     def moved(self) -> tuple[int, ...]:
-        """Bytes into each tier, the slowest way first."""
+        """Bytes copied into each tier, the slowest tier first."""
         return tuple(tier.moved for tier in reversed(self.plan.tiers))
 
     @property
     def pace(self) -> list[float]:
-        """Bytes that are copied into each tier in a second."""
+        """Bytes copied into each tier per second."""
         return [max(tier.moved, 1) / max(self.seconds, 1e-9) for tier in self.plan.tiers]
 
 
@@ -217,8 +219,10 @@ def _better(one: _Timed | None, other: _Timed | None) -> _Timed | None:
 
 
 def requests_of(loop: Loop, groups: Sequence[TiledGroup]) -> list[TierRequest]:
-    """What the steps ask the fastest tier for. A group that is used again within `NEIGHBOURS` steps
-    is asked for once: it stays where it is."""
+    """Return the steps' requests to the fastest tier.
+
+    A group that is used again within `NEIGHBOURS` steps is requested once: it stays where it is.
+    """
     found: list[TierRequest] = []
     latest: dict[int, int] = {}
     for number, step in enumerate(loop.steps):

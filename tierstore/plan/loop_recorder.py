@@ -1,10 +1,10 @@
-"""Sees that a row of steps repeats: the latest steps of one stream of uses.
+"""Detects that the steps of one stream of uses repeat.
 
-A step is what a unit borrows at once: the keys of its groups. Where the latest steps are those that
-came before them, in the same order, that many steps are a *period*. A text encoder before each
-denoising, or two experts in phases, have a long period with shorter ones in it. The shortest that
-fits is told first; one that was left because another step came is told again only when it has
-repeated for longer than it did then, so that the longer period, which fits by now, is told instead.
+A step is the set of groups that a unit leases together, by key. If the latest n steps equal the n
+steps before them, in order, n is a *period*. A text encoder before each denoising, or two experts
+used in phases, have a long period that contains shorter ones. The recorder reports the shortest
+period that fits. After a period was left because a different step came, it is reported again only
+once it has repeated for longer than it had then, so a longer period that fits is reported instead.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import numpy.typing as npt
 from tierstore.plan.loop_plan import Loop, Step
 
 MOST = 4096
-"""Steps that a period may have."""
+"""Longest period, in steps."""
 
 StepKeys = tuple[str, ...]
 
 
 class LoopRecorder:
-    """The latest steps."""
+    """Records the latest steps."""
 
     def __init__(self, most: int = MOST) -> None:
         self._most = most
@@ -31,18 +31,18 @@ class LoopRecorder:
         self._keys: list[StepKeys] = []  # by number
         self._steps = np.zeros(4 * most, dtype=np.int64)
         self._count = self._gaps = 0
-        self._left: dict[int, int] = {}  # by the steps of a period: for how long it had repeated
+        self._left: dict[int, int] = {}  # by period: the steps for which it had repeated
 
     def note(self, keys: StepKeys) -> None:
-        """A step has ended."""
+        """Append a step that has ended."""
         number = self._numbers.get(keys)
         if number is None:
             number = self._numbers[keys] = len(self._keys)
             self._keys.append(keys)
         self._append(number)
 
-    def interrupted(self) -> None:
-        """Note that steps are missing here: no period reaches from before to after."""
+    def note_gap(self) -> None:
+        """Note that steps are missing here: no period extends across the gap."""
         self._gaps += 1
         self._append(-self._gaps)
 
@@ -55,13 +55,12 @@ class LoopRecorder:
         self._count += 1
 
     def period(self, least: int = 1) -> int:
-        """Steps of the shortest period, of at least so many, that the latest steps have gone
-        through twice; 0 if none."""
+        """Return the shortest period of at least `least` steps that occurred twice; 0 if none."""
         steps = self._steps[: self._count]
         if not len(steps):
             return 0
         lengths = self._count - 1 - np.flatnonzero(steps[:-1] == steps[-1])[::-1]
-        barred: list[int] = []  # several passes of these are no longer period
+        barred: list[int] = []  # a multiple of one of these is no longer period
         for length in lengths.tolist():
             if 2 * length > self._count or length > self._most:
                 return 0
@@ -78,7 +77,7 @@ class LoopRecorder:
 
     @staticmethod
     def _repeated(steps: npt.NDArray[np.int64], length: int) -> int:
-        """For how many of the latest steps the one a period before was the same."""
+        """Return the number of latest steps that each equal the step one period earlier."""
         different = np.flatnonzero(steps[length:] != steps[:-length])
         return len(steps) - length - (int(different[-1]) + 1 if len(different) else 0)
 
@@ -89,12 +88,14 @@ class LoopRecorder:
         return bool(latest.tolist() == numbers)
 
     def keys(self, length: int) -> list[StepKeys]:
-        """The latest steps of a period."""
+        """Return the latest `length` steps."""
         return [self._keys[n] for n in self._steps[self._count - length : self._count].tolist()]
 
     def left(self, length: int, repeated: int) -> None:
-        """Another step came than a period of this `length` has, which had been followed for so many
-        steps (beside those that were noted)."""
+        """Note that a period was left because a different step came.
+
+        It had been followed for `repeated` steps, beside those recorded here.
+        """
         self._left[length] = max(self._left.get(length, 0), repeated + length)
 
 
@@ -103,7 +104,7 @@ def as_loop(
 ) -> tuple[Loop, list[str]]:
     """Return steps as a loop, and the key of each of its groups.
 
-    `sizes` tells the bytes of a group by its key. Each step computes for so many `seconds`.
+    `sizes` has the bytes of each group by key, `seconds` the computing of each step.
     """
     groups: dict[str, int] = {}
     found = []

@@ -1,9 +1,9 @@
-"""Drafts what happens on one tier in the plan of a loop: addresses, copies, and their waits.
+"""Drafts one tier of a loop plan: addresses, copies, and their waits.
 
-Some groups stay between two requests (`loop_waits`). The others pass through a ring, in the order
-of the loop: as a whole on the fastest tier, where they are used, and tile by tile below, where each
-tile is only on its way. A pass goes through the ring a whole number of times, in rounds of about
-equal bytes, so that each tile comes to the same address in every pass.
+Some groups stay between two requests (`loop_waits`). The others pass through a ring in the order of
+the loop: as a whole on the fastest tier, where they are used, and tile by tile on the tiers below,
+where each tile is only in transit. A pass goes around the ring a whole number of times, in rounds
+of about equal bytes, so each tile gets the same address in every pass.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tierstore.plan.loop_waits import Stay, TierRequest, TiledGroup, choose_stay
 
 
 class TierDraft:
-    """What happens on one tier: `requests` for some of the `groups`, which come from `users` steps
-    or copies into the tier above. Requests are known by their numbers.
+    """Drafts one tier: serves `requests` for some of the `groups`.
 
-    A group that passes through the ring is contiguous there if the tier `is_fastest`.
+    The requests come from `users` steps, or copies into the tier above, and are referred to by
+    number. A group that passes through the ring is contiguous there if the tier `is_fastest`.
     """
 
     def __init__(
@@ -41,8 +41,10 @@ class TierDraft:
         self._nbytes = 0
         self._start: list[Resident] = []
         self._addresses: dict[int, list[int]] = {}  # of each tile, by request
-        self._fetched_for = list(range(len(requests)))  # which request fetches it; -1: none does
-        self._last = list(range(len(requests)))  # which request is the last that finds it
+        self._fetched_for = list(
+            range(len(requests))
+        )  # the request that fetches its group; -1: none does
+        self._last = list(range(len(requests)))  # the last request that finds its copy
         self._first_copy: dict[int, int] = {}  # by request that fetches
         self._copied: list[tuple[int, int, int, int]] = []  # group, offset, bytes, target
         self._afters: list[int] = []
@@ -63,7 +65,7 @@ class TierDraft:
         return self._pass_through(ring) and self._list_copies()
 
     def _note_stays(self, stays: Sequence[Stay]) -> None:
-        """Which requests find what they ask for, and where it is then."""
+        """Record the requests that find their group resident, and its address."""
         for stay in stays:
             group, numbers = self._groups[stay.group], stay.requests
             self._nbytes = max(self._nbytes, stay.address + group.nbytes)
@@ -75,7 +77,7 @@ class TierDraft:
                 self._last[number] = numbers[-1]
 
     def _pass_through(self, ring: int) -> bool:
-        """Give what does not stay addresses in the ring."""
+        """Assign addresses in the ring to the groups that do not stay."""
         passing = [n for n in range(len(self._requests)) if n not in self._addresses]
         groups = [self._groups[self._requests[number].group] for number in passing]
         if self._is_fastest:
@@ -97,8 +99,10 @@ class TierDraft:
         return True
 
     def _list_copies(self) -> bool:
-        """List the copies, and what each has to wait for. Returns False if one would have to wait
-        for the user that needs it."""
+        """List the copies, and the user that each has to wait for.
+
+        Returns False if a copy would have to wait for the user that needs it.
+        """
         for number, request in enumerate(self._requests):
             if self._fetched_for[number] == number:
                 self._first_copy[number] = len(self._copied)
@@ -108,7 +112,7 @@ class TierDraft:
         self._afters = [0] * len(self._copied)
         self._sources = [(None, None)] * len(self._copied)
         occupied, released = _Occupied(), 0
-        for begin in (0, self._users):  # the second pass knows what the one before it has left
+        for begin in (0, self._users):  # the second pass starts with what the first one left
             for number, first in self._first_copy.items():
                 last = self._last[number]
                 later = self._users if last < number else 0
@@ -123,13 +127,13 @@ class TierDraft:
 
     @property
     def count(self) -> int:
-        """How many copies there are."""
+        """Number of copies."""
         return len(self._copied)
 
-    # What the other tiers need of it -------------------------------------------------------------
+    # For the other tiers -----------------------------------------------------------------------
 
     def fetched(self) -> list[TierRequest]:
-        """What the tier below is asked for."""
+        """Return the requests to the tier below."""
         found = []
         for number, first in self._first_copy.items():
             group, step = self._requests[number].group, self._requests[number].first
@@ -138,7 +142,7 @@ class TierDraft:
         return found
 
     def read_from(self, below: TierDraft) -> None:
-        """Have the copies into this tier read from the one below, which was asked for them."""
+        """Set the sources of the copies into this tier, given the draft of the tier below."""
         for number, request in enumerate(below._requests):
             fetched, ready = below._fetched_for[number], None
             if fetched >= 0:
@@ -150,7 +154,7 @@ class TierDraft:
                 self._sources[copy] = source, None if ready is None else ready + tile
 
     def seconds_with_copies(self, seconds: Sequence[float], pace: float) -> list[float]:
-        """How long each step takes at least, as its groups have to be copied to this tier."""
+        """Return the least seconds of each step, given the copies of its groups to this tier."""
         copied = [0.0] * len(seconds)
         for number in self._first_copy:
             request = self._requests[number]
@@ -158,7 +162,7 @@ class TierDraft:
         return [max(pair) for pair in zip(seconds, copied, strict=True)]
 
     def steps(self, loop: Loop) -> tuple[PlannedStep, ...]:
-        """Where each step finds its groups on this tier."""
+        """Return the addresses of each step's groups on this tier."""
         where = {
             (step, request.group): self._addresses[number][0]
             for number, request in enumerate(self._requests)
@@ -175,7 +179,7 @@ class TierDraft:
         )
 
     def plan(self) -> TierPlan:
-        """All that is planned for this tier."""
+        """Return the plan of this tier."""
         released = tuple(
             bisect_right(self._afters, user) + bisect_right(self._afters, user - self._users)
             for user in range(self._users)
@@ -185,25 +189,25 @@ class TierDraft:
         return TierPlan(self._tier, self._nbytes, tuple(self._start), copies, released)
 
 
-def ring_offsets(sizes: Sequence[int], room: int) -> list[int] | None:
-    """Where things of these sizes go that pass through `room` bytes one after the other.
+def ring_offsets(sizes: Sequence[int], capacity: int) -> list[int] | None:
+    """Return offsets for items of these sizes that pass one after the other through a ring.
 
-    They go round as seldom as they can, and each round has about as many bytes as the others.
-    Returns None if one of them is larger than the room.
+    The ring has `capacity` bytes. There are as few rounds as possible, of about equal bytes.
+    Returns None if an item is larger than the ring.
 
     >>> ring_offsets([3, 3, 3, 3, 3], 10)
     [0, 3, 6, 0, 3]
     """
-    if max(sizes, default=0) > room:
+    if max(sizes, default=0) > capacity:
         return None
     rounds, end = 1, 0
     for nbytes in sizes:
-        rounds, end = (rounds, end + nbytes) if end + nbytes <= room else (rounds + 1, nbytes)
+        rounds, end = (rounds, end + nbytes) if end + nbytes <= capacity else (rounds + 1, nbytes)
     share = sum(sizes) / rounds
     offsets = []
     end, total, round_ends = 0, 0, share
     for nbytes in sizes:
-        if end and (end + nbytes > room or total + nbytes / 2 > round_ends):
+        if end and (end + nbytes > capacity or total + nbytes / 2 > round_ends):
             round_ends = max(round_ends, total) + share
             end = 0
         offsets.append(end)
@@ -213,18 +217,17 @@ def ring_offsets(sizes: Sequence[int], room: int) -> list[int] | None:
 
 
 class _Occupied:
-    """Which bytes of a memory are used, and until which user."""
+    """The used bytes of a memory, and the last user of each."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
         self._spans: list[tuple[int, int]] = []  # (end, user)
 
     def take(self, start: int, stop: int, user: int) -> int:
-        """Use bytes until `user` has ended. Returns the last user of what was there; before the
-        first of all: a negative number.
+        """Use bytes until `user` has ended. Returns the last user of the previous contents.
 
-        What was there is forgotten even where only a part of it was taken. So the caller has to
-        wait for the user that is returned before anything that it does later.
+        The result is negative if there was none. A previous span is forgotten even if only a part
+        of it is taken, so the caller must wait for the returned user before all its later copies.
         """
         first = bisect_left(self._starts, start)
         if first and self._spans[first - 1][0] > start:

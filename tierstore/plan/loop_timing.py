@@ -1,4 +1,4 @@
-"""How long the passes of a planned loop take: the plan on a virtual clock."""
+"""Times the passes of a loop plan on a virtual clock."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from tierstore.plan.loop_plan import LoopPlan, TierPlan
 
 
 class PlanClock:
-    """Plays a plan pass by pass. Times are seconds since the first step might begin.
+    """Simulates a plan pass by pass. Times are seconds since the first step could begin.
 
-    `bandwidth` has, for each tier of the plan, the bytes per second at which it is filled; None:
-    copies into it take no time. Each tier is filled by one copy after the other, as a disk or a
-    link that is busy does it.
+    `bandwidth` has the bytes per second of copies into each tier of the plan; None: they take no
+    time. Copies into one tier run one after the other, as on a busy disk or link.
     """
 
     def __init__(self, plan: LoopPlan, bandwidth: Sequence[float | None]) -> None:
@@ -24,7 +23,7 @@ class PlanClock:
         ]
 
     def run_pass(self) -> float:
-        """Play one more pass. Returns when it ends."""
+        """Simulate one more pass. Returns the time at which it ends."""
         plan, top, ends = self.plan, self._channels[0], self._step_ends
         before = len(ends) // len(plan.steps) * len(plan.top.copies)
         for step, planned in zip(plan.loop.steps, plan.steps, strict=True):
@@ -36,7 +35,7 @@ class PlanClock:
         return ends[-1]
 
     def _copy_up_to(self, level: int, count: int) -> None:
-        """Make so many copies into a tier, as early as they can be made."""
+        """Simulate the first `count` copies into a tier, each as early as possible."""
         channel = self._channels[level]
         users = self._channels[level - 1] if level else None
         use_ends, uses = (
@@ -62,7 +61,7 @@ class PlanClock:
 
 
 class _CopyQueue:
-    """The copies into one tier: when each has ended so far."""
+    """The copies into one tier, with the times at which they ended so far."""
 
     def __init__(self, tier: TierPlan, bandwidth: float | None) -> None:
         self.tier = tier
@@ -73,7 +72,7 @@ class _CopyQueue:
 def seconds_per_pass(
     plan: LoopPlan, bandwidth: Sequence[float | None], *, warm_up: int = 2, passes: int = 2
 ) -> float:
-    """How long a pass takes, once `warm_up` of them are over."""
+    """Return the mean seconds of `passes` passes, after `warm_up` passes."""
     clock = PlanClock(plan, bandwidth)
     for _ in range(warm_up):
         begin = clock.run_pass()

@@ -1,18 +1,18 @@
-"""Which groups of a loop wait on a tier between two uses, and at which addresses.
+"""Chooses the groups of a loop that stay on a tier between two uses, and their addresses.
 
-Between two uses a group either stays or is fetched again. To stay for a short time is worth most:
-each use that finds its group saves a copy, and a short wait takes room for a short time (Belady, "A
-study of replacement algorithms for a virtual-storage computer", 1966, on a cycle). In a plain loop
-all waits are equally long, and any choice of as many bytes saves as much.
-It is spread evenly then, so that a small ring is enough for the rest:
+Between two uses, a group either stays or is fetched again. Short waits are worth most: each use
+that finds its group saves a copy, and a short wait takes space for a short time (Belady, "A study
+of replacement algorithms for a virtual-storage computer", 1966, on a cycle). In a plain loop all
+waits are equally long, and any choice of as many bytes saves the same. The choice is then spread
+evenly over the steps, so that a small ring is enough for the rest:
 
-- A step fetches what moves while it computes, at the pace of the whole pass: else the copies would
-  pause, or computing would wait for them.
-- What has to be fetched beyond that is spread over the steps in equal parts: the ring has room for
-  all that one step fetches.
+- Each step fetches the bytes that move while it computes, at the pace of the whole pass; otherwise
+  copies would pause, or computing would wait for them.
+- Bytes to fetch beyond that are divided equally among the steps: the ring has space for all that
+  one step fetches.
 
-That is worked out for single tiles first, and then rounded to groups, so that what is rounded off
-in one step is made good in the next.
+The choice is made by tiles first and then rounded to groups, carrying the rounding error of each
+step over to the next.
 """
 
 from __future__ import annotations
@@ -25,18 +25,17 @@ import numpy as np
 import numpy.typing as npt
 
 LEAD = 2
-"""Steps before its first use from which a group that stays for some uses has its room: it takes
-that long to arrive."""
+"""Steps before its first use at which a staying group gets its space: it arrives meanwhile."""
 
 ROUNDING = 2048
-"""Sums of bytes are looked for in so many steps up to the bytes of all."""
+"""Resolution of subset sums: fractions of the total bytes."""
 
 Numbers = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class TiledGroup:
-    """The tiles of a group: the first byte and the bytes of each."""
+    """The tiles of a group: the offset and the bytes of each."""
 
     tiles: tuple[tuple[int, int], ...]
 
@@ -47,16 +46,16 @@ class TiledGroup:
         return offset + nbytes
 
     def addresses(self, address: int) -> list[int]:
-        """Return where each tile is if all of the group is at `address`."""
+        """Return the address of each tile if the group is at `address`."""
         return [address + offset for offset, _ in self.tiles]
 
 
 @dataclass(frozen=True, slots=True)
 class TierRequest:
-    """Steps `first` to `last` need a group on a tier.
+    """A request for a group on a tier during steps `first` to `last`.
 
-    `users` tells by tile who reads it there first: the number of the step, or of the copy into the
-    tier above; `last_users` tells who does so last.
+    `users` has, for each tile, its first reader: the number of a step, or of a copy into the tier
+    above. `last_users` has the last readers.
     """
 
     group: int
@@ -68,8 +67,11 @@ class TierRequest:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A group stays at an address for some requests (by number, in order). All but the first find
-    it there; all of them, if it stays `for_good`. They may go on in the next pass."""
+    """A group that stays at an address for some requests (by number, in order).
+
+    All but the first request find it resident; if it stays `for_good`, all do. The requests may
+    continue into the next pass.
+    """
 
     group: int
     address: int
@@ -79,8 +81,10 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """The waits of a group that are equally long: from each of some requests to the next one. Its
-    room is taken in some `steps` if it stays."""
+    """The waits of a group of equal length, each from one of `requests` to the next request.
+
+    If the group stays, it takes space during `steps`.
+    """
 
     group: int
     requests: tuple[int, ...]
@@ -92,14 +96,14 @@ def choose_stays(
     requests: Sequence[TierRequest],
     groups: Sequence[TiledGroup],
     floors: Sequence[float],
-    room: int,
+    capacity: int,
     for_good: int,
 ) -> list[Stay]:
-    """Choose what stays between requests, within `room` bytes.
+    """Choose the groups that stay between requests, within `capacity` bytes.
 
-    `floors` are the bytes that move while each step computes. Requests come in the order of their
-    steps, and name groups by number. First, up to `for_good` bytes are chosen that stay for good,
-    evenly; then others for their shortest waits.
+    `floors` has the bytes that move while each step computes. Requests are in the order of their
+    steps, and refer to groups by number. First, up to `for_good` bytes are chosen evenly to stay
+    for good; then other groups for their shortest waits.
     """
     count = len(floors)
     by_group: dict[int, list[int]] = {}
@@ -107,19 +111,19 @@ def choose_stays(
         by_group.setdefault(request.group, []).append(number)
     firsts = {group: requests[numbers[0]].first for group, numbers in by_group.items()}
     order = _even_order(groups, firsts, floors)
-    stay = _even_part(groups, firsts, order, min(for_good, room))
+    stay = _even_part(groups, firsts, order, min(for_good, capacity))
     waits = [
         wait
         for group, numbers in by_group.items()
         if group not in stay
         for wait in _waits_of(requests, numbers, count)
     ]
-    left = room - sum(groups[group].nbytes for group in stay)
+    left = capacity - sum(groups[group].nbytes for group in stay)
     waits.sort(key=lambda wait: (wait.length, -order[wait.group][-1]))
     kept = {group: set(numbers if group in stay else ()) for group, numbers in by_group.items()}
     for wait in _admitted(waits, groups, left, count):
         kept[wait.group].update(wait.requests)
-    return _placed(kept, requests, by_group, groups, count, room)
+    return _placed(kept, requests, by_group, groups, count, capacity)
 
 
 def _waits_of(requests: Sequence[TierRequest], numbers: list[int], count: int) -> Iterator[_Wait]:
@@ -147,12 +151,11 @@ def _waits_of(requests: Sequence[TierRequest], numbers: list[int], count: int) -
 def _even_order(
     groups: Sequence[TiledGroup], firsts: Mapping[int, int], floors: Sequence[float]
 ) -> dict[int, list[float]]:
-    """For each tile of a group, a number: the higher, the rather it should stay. `firsts` are the
-    steps that need each group first.
+    """Return a priority to stay for each tile of each group; higher stays first.
 
-    Up to its floor, each step fetches the same share of it; beyond, as many bytes as the others.
-    Steps of one kind are shifted against each other by a sequence of low discrepancy, so that they
-    do not all fetch one tile more at once.
+    `firsts` has the first step that needs each group. Up to its floor, each step fetches the same
+    fraction of it; beyond that, as many bytes as the others. A low-discrepancy sequence offsets
+    steps of one kind against each other, so they do not all fetch one more tile at the same point.
     """
     order: dict[int, list[float]] = {}
     before: dict[int, float] = {}
@@ -167,7 +170,7 @@ def _even_order(
 
 
 def _van_der_corput(number: int) -> float:
-    """The binary digits of a number, mirrored at the point (van der Corput, 1935).
+    """Return the binary digits of a number mirrored at the point (van der Corput, 1935).
 
     >>> [_van_der_corput(number) for number in range(4)]
     [0.0, 0.5, 0.25, 0.75]
@@ -184,20 +187,20 @@ def _even_part(
     groups: Sequence[TiledGroup],
     firsts: Mapping[int, int],
     order: Mapping[int, Sequence[float]],
-    room: int,
+    capacity: int,
 ) -> set[int]:
-    """Items of up to `room` bytes, spread evenly over the steps.
+    """Choose groups of up to `capacity` bytes, spread evenly over the steps.
 
-    For that, tiles are chosen in their order; then, step by step, groups that have about as many
-    bytes as those tiles. What is rounded off is for the next step.
+    Tiles are chosen by priority; then, step by step, groups with about as many bytes as the step's
+    tiles. The rounding error is carried over to the next step.
     """
-    if sum(groups[group].nbytes for group in firsts) <= room:
+    if sum(groups[group].nbytes for group in firsts) <= capacity:
         return set(firsts)
     sizes: dict[int, dict[int, int]] = {}
     for group, step in firsts.items():
         sizes.setdefault(step, {})[group] = groups[group].nbytes
     wanted = dict.fromkeys(sizes, 0)
-    left = room
+    left = capacity
     tiles = [
         (-at, group, nbytes)
         for group in firsts
@@ -221,23 +224,24 @@ def _even_part(
 
 
 def _admitted(
-    waits: Iterable[_Wait], groups: Sequence[TiledGroup], room: int, count: int
+    waits: Iterable[_Wait], groups: Sequence[TiledGroup], capacity: int, count: int
 ) -> Iterator[_Wait]:
-    """Those of the waits for which there is still room, in their order."""
+    """Yield the waits that still fit, in their order."""
     load = np.zeros(count, dtype=np.int64)
     taken: dict[int, npt.NDArray[np.bool_]] = {}
     for wait in waits:
         mask = taken.setdefault(wait.group, np.zeros(count, dtype=np.bool_))
         added, nbytes = wait.steps[~mask[wait.steps]], groups[wait.group].nbytes
-        if not len(added) or int(load[added].max()) + nbytes <= room:
+        if not len(added) or int(load[added].max()) + nbytes <= capacity:
             load[added] += nbytes
             mask[wait.steps] = True
             yield wait
 
 
-def largest_sum(sizes: Mapping[int, int], room: int) -> list[int]:
-    """The keys of sizes whose sum comes closest to `room` without being more. Sizes are counted in
-    multiples of one in `ROUNDING` of them all, rounded up.
+def largest_sum(sizes: Mapping[int, int], capacity: int) -> list[int]:
+    """Return the keys of sizes whose sum is the largest that fits into `capacity`.
+
+    Sizes are rounded up to multiples of a `ROUNDING`-th of their total.
 
     >>> largest_sum({1: 50, 2: 30, 3: 40}, 75)
     [2, 3]
@@ -245,7 +249,7 @@ def largest_sum(sizes: Mapping[int, int], room: int) -> list[int]:
     reached = [1]  # bit n: some of the sizes so far add up to n
     grain = max(sum(sizes.values()) // ROUNDING, 1)
     rounded = [(key, -(-nbytes // grain)) for key, nbytes in sizes.items()]
-    limit = (1 << room // grain + 1) - 1
+    limit = (1 << capacity // grain + 1) - 1
     for _, nbytes in rounded:
         reached.append((reached[-1] | reached[-1] << nbytes) & limit)
     left = reached[-1].bit_length() - 1
@@ -257,12 +261,12 @@ def largest_sum(sizes: Mapping[int, int], room: int) -> list[int]:
     return found[::-1]
 
 
-# Where it is --------------------------------------------------------------------------------------
+# Addresses ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Arc:
-    """Waits that follow each other: a group stays for all of these requests, at one address."""
+    """Consecutive waits: a group stays at one address for all of these requests."""
 
     group: int
     first: int  # step; the last one is `first + length`
@@ -276,12 +280,12 @@ def _placed(
     by_group: Mapping[int, list[int]],
     groups: Sequence[TiledGroup],
     count: int,
-    room: int,
+    capacity: int,
 ) -> list[Stay]:
-    """Give each group that stays an address: no two are at the same bytes at the same time.
+    """Assign addresses to the groups that stay, without overlap at any time.
 
-    `kept` tells of each group the requests after which it stays. Those that stay for good come
-    first, one behind the other. The others go where they fit, the longest first. One that fits
+    `kept` has the requests after which each group stays. Groups that stay for good come first, one
+    after the other. The others are placed where they fit, the longest first. A group that fits
     nowhere does not stay.
     """
     stays: list[Stay] = []
@@ -300,7 +304,7 @@ def _placed(
         behind, ahead = (there[:, 0] - arc.first) % count, (arc.first - there[:, 0]) % count
         meet = (behind <= arc.length + LEAD) | (ahead <= there[:, 1] + LEAD)
         address = _first_gap(there[meet, 2:].tolist(), end, nbytes)
-        if address + nbytes <= room:
+        if address + nbytes <= capacity:
             spans[placed] = arc.first, arc.length, address, nbytes
             placed += 1
             stays.append(Stay(arc.group, address, arc.requests, for_good=False))
@@ -310,7 +314,7 @@ def _placed(
 def _arcs(
     requests: Sequence[TierRequest], numbers: Sequence[int], kept: Container[int], count: int
 ) -> Iterator[_Arc]:
-    """The requests of a group that follow each other, where it is kept from one to the next."""
+    """Yield the runs of consecutive requests between which a group is kept."""
     following = dict(pairwise([*numbers, numbers[0]]))
     reached = {following[number] for number in numbers if number in kept}
     for begin in numbers:
@@ -325,7 +329,7 @@ def _arcs(
 
 
 def _first_gap(taken: Iterable[list[int]], start: int, nbytes: int) -> int:
-    """The first address from `start` on with so many bytes beside those that are taken."""
+    """Return the first address from `start` with `nbytes` free bytes."""
     for address, there in sorted(taken):
         if address - start >= nbytes:
             break

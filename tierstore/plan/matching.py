@@ -1,4 +1,4 @@
-"""Where in a history of uses the newest ones came before: the longest suffix match."""
+"""Finds the longest earlier match of a history's newest uses (longest suffix match)."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 Numbers = npt.NDArray[np.int64]
 
 NOWHERE = -1
-"""No place."""
+"""Place for no match."""
 
 
 def best_matches(history: Numbers) -> tuple[int, int]:
-    """Where the newest uses came before, the longest run of them; and a place that fits as well.
+    """Return the place of the longest earlier match of the newest uses, and a rival place.
 
-    Several runs may be as long. The newest is taken, and the one before it is its rival; but where
-    a loop was gone through again and again, the pass in it that has as many before it as there are
-    now: so the end of the loop is expected when it is as long as it was then, and not after every
-    pass. The newest key has to have come before.
+    If several matches are equally long, the newest is returned, and the one before it is the rival.
+    But if a loop has repeated, the match is the pass that had as many passes before it as there are
+    now, without a rival: so the end of the loop is expected when it is as long as it was then, and
+    not after every pass. The newest key must have occurred before.
     """
     ends, length = _longest_matches(history, np.flatnonzero(history[:-1] == history[-1]))
     gaps = np.diff(ends)[::-1]
@@ -33,8 +33,11 @@ def best_matches(history: Numbers) -> tuple[int, int]:
 
 
 def _longest_matches(history: Numbers, ends: Numbers) -> tuple[Numbers, int]:
-    """Of the places where the newest key came before, those with the longest run of equal keys
-    up to there, and how long it is (or at least: if there is but one)."""
+    """Return the places in `ends` with the longest match up to there, and its length.
+
+    `ends` are the earlier places of the newest key. If only one is left, the length is a lower
+    bound.
+    """
     now = len(history) - 1
     for depth in range(1, _SHALLOW):
         if len(ends) == 1:
@@ -48,9 +51,10 @@ def _longest_matches(history: Numbers, ends: Numbers) -> tuple[Numbers, int]:
 
 
 def _longest_of_many(history: Numbers, ends: Numbers) -> tuple[Numbers, int]:
-    """`_longest_matches` where they are long: by halving, with sums that tell runs apart.
+    """Do the work of `_longest_matches` for long matches: bisect by hashes of runs.
 
-    (Karp and Rabin, 1987.) Step by step, a long loop of few keys would take many milliseconds.
+    Rolling hashes are by Karp and Rabin, 1987. Extending matches one use at a time would take many
+    milliseconds for a long loop of few keys.
     """
     length, now = len(history), len(history) - 1
     powers = np.full(length, _ODD)
@@ -58,7 +62,7 @@ def _longest_of_many(history: Numbers, ends: Numbers) -> tuple[Numbers, int]:
     powers = np.cumprod(powers)  # all of it modulo 2**64
     sums = np.zeros(length + 1, dtype=np.uint64)
     np.cumsum(history.astype(np.uint64) * powers, out=sums[1:])
-    equal, more = _SHALLOW, length + 1  # the longest is at least, and less than
+    equal, more = _SHALLOW, length + 1  # bounds of the longest: at least, and less than
     while more - equal > 1 and len(ends) > 1:
         tried = (equal + more) // 2
         longer = ends[ends >= tried - 1]

@@ -1,8 +1,8 @@
-"""How groups get nearer to the fastest tier, and away from it: one move at a time.
+"""Moves groups towards the fastest tier and away from it, one hop at a time.
 
-Needs are pursued until they are met: a demand to the fastest tier, a claim to its room, an offload
-and a save downwards. What is fetched early is pursued as far as the prefetcher finds it time, and
-room that nobody needs sooner.
+Requests are pursued until they are met: a demand up to the fastest tier, a claim until it has
+space, an offload and a save downwards. A prefetch is pursued only when the prefetcher finds it
+due, into space that is not needed sooner.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tierstore.plan.requests import Requests
 
 @dataclass(eq=False, slots=True)
 class Movement:
-    """The next move towards what is wanted of a group.
+    """Makes the next move for each request.
 
-    `look_ahead` is set when something has changed since anything was last fetched early, and
-    `short_of_room` when there was none for that.
+    `look_ahead` is set when something has changed since the last prefetch, and `short_of_space`
+    when a prefetch found no space.
     """
 
     _copies: CopyTable
@@ -34,36 +34,36 @@ class Movement:
     _eviction: Eviction
     _prefetcher: Prefetcher
     look_ahead: bool = False
-    short_of_room: bool = False
+    short_of_space: bool = False
 
-    # Towards who needs it ----------------------------------------------------------------------
+    # Up, for requests --------------------------------------------------------------------------
 
-    def pull_up(self, group: GroupRecord) -> bool:
-        """Move `group` towards the fastest tier. False if there was no room to set aside."""
-        copies, set_aside = self._copies, self._eviction.set_aside
+    def move_up(self, group: GroupRecord) -> bool:
+        """Move `group` towards the fastest tier. Returns False if there was no space to reserve."""
+        copies, reserve_space = self._copies, self._eviction.reserve_space
         top = copies.top
         if group.error is not None or group.forgotten or group.present(top):
             return True
         if not any(group.present(tier) for tier in group.copies):
             return True
-        if group.shared and not copies.can_ever_hold(group):
-            return True  # it waits until others allow more, and keeps nobody from the top meanwhile
-        if top not in group.copies and not set_aside(group, top):
+        if group.shared and not copies.can_fit(group):
+            return True  # it waits until its limit is raised, and blocks no other request meanwhile
+        if top not in group.copies and not reserve_space(group, top):
             return False
-        # Not before: what was saved to make that room may have taken the place of the source.
+        # Only now: a save that made this space may have replaced the source.
         fastest = min(tier for tier in group.copies if group.present(tier))
         above = copies.above[fastest]
         copy = group.copies.get(above)
         if copy is not None and copy.state is State.ARRIVING:
             return True
-        if copy is None and not set_aside(group, above):
+        if copy is None and not reserve_space(group, above):
             return False
         copies.start(group, fastest, above, urgent=True)
         return True
 
-    def bring_to_host(self, group: GroupRecord) -> bool:
-        """Move `group` towards host memory. False if there was no room to set aside."""
-        copies, set_aside = self._copies, self._eviction.set_aside
+    def move_to_host(self, group: GroupRecord) -> bool:
+        """Move `group` towards host memory. Returns False if there was no space to reserve."""
+        copies, reserve_space = self._copies, self._eviction.reserve_space
         host = copies.host
         if group.error is not None or group.forgotten or group.exclusive or host in group.copies:
             return True
@@ -72,46 +72,42 @@ class Movement:
             return True
         source = min((tier for tier in present if tier > host), default=max(present))
         towards = copies.above[source] if source > host else copies.below[source]
-        only_room = self._requests.only_for_new_values(group)
-        dst = host if only_room else towards
+        only_space = self._requests.only_for_new_values(group)
+        dst = host if only_space else towards
         if dst in group.copies:
             return True
-        if not set_aside(group, dst):
+        if not reserve_space(group, dst):
             return False
-        if only_room:
+        if only_space:
             copies.promised.pop(group, None)
-            copies.in_vain.clear()
+            copies.blocked_sizes.clear()
         else:
             copies.start(group, source, dst, urgent=True)
         return True
 
     def grant_claim(self, group: GroupRecord) -> bool:
-        """Give a put its room. False if there is none."""
+        """Give a put its space. Returns False if there is none."""
         host = self._copies.host
         if group.error is not None or host in group.copies:
             return True
-        if not self._eviction.set_aside(group, host):
+        if not self._eviction.reserve_space(group, host):
             return False
         self._copies.grant(group)
         return True
 
-    # Ahead of who will need it -----------------------------------------------------------------
+    # Up, ahead of use --------------------------------------------------------------------------
 
     def fetch_early(self, tiers: Iterable[Tier]) -> None:
-        """Fetch to `tiers` what would be late otherwise."""
+        """Prefetch to `tiers` the groups that would be late otherwise."""
         if self._prefetcher.all_there():
             return
         for dst in tiers:
-            blocked = None  # the first group that had no room
-            stuck: list[int] = []  # what is not on the tier below yet, by streams of uses
+            blocked = None  # whether the first group without space was shared
+            stuck: list[int] = []  # groups not on the tier below yet, if there are several streams
             while (found := self._prefetcher.next_missing(dst, blocked, stuck)) is not None:
                 number, sooner = found
                 group = self._copies.numbered[number]
-                if (
-                    group.error is not None
-                    or not group.copies
-                    or not self._copies.can_ever_hold(group)
-                ):
+                if group.error is not None or not group.copies or not self._copies.can_fit(group):
                     self._prefetcher.pass_over(number)
                 elif self._prefetcher.several and not group.present(self._copies.below[dst]):
                     stuck.append(number)
@@ -119,25 +115,25 @@ class Movement:
                     others = dst is self._copies.host and self._copies.shared.limit
                     if blocked is not None or not others:
                         break
-                    blocked = group.shared  # there may be room for the others
+                    blocked = group.shared  # there may be space for the others
 
     def _fetch_one_early(self, group: GroupRecord, dst: Tier, sooner: Numbers) -> bool:
-        """Copy `group` to `dst`, if it is on the tier below and there is room."""
+        """Copy `group` to `dst` from the tier below. Returns False without a copy or space."""
         src = self._copies.below[dst]
         if not group.present(src):
             return False
         self._eviction.needed_sooner = set(sooner.tolist())
-        if not self._eviction.set_aside(group, dst, rival=group):
-            self.short_of_room = True
+        if not self._eviction.reserve_space(group, dst, rival=group):
+            self.short_of_space = True
             return False
         self._copies.start(group, src, dst, urgent=False)
-        self._prefetcher.took_early(group.number, dst)
+        self._prefetcher.fetched_early(group.number, dst)
         return True
 
-    # Away --------------------------------------------------------------------------------------
+    # Down --------------------------------------------------------------------------------------
 
     def offload(self, group: GroupRecord) -> None:
-        """Give up the copy on the fastest tier as soon as that loses nothing."""
+        """Drop the copy on the fastest tier as soon as another one is valid."""
         top, offloads = self._copies.top, self._requests.offloads
         copy = group.copies.get(top)
         if self._requests.is_waited_for(group, top):
@@ -146,21 +142,21 @@ class Movement:
             self._copies.abandon(group)
             del offloads[group]
         elif copy.state is State.ARRIVING or self._eviction.save_below(group, top):
-            self._eviction.leave_when_saved(group, top)
+            self._eviction.drop_when_saved(group, top)
             del offloads[group]
             self.tidy(group)
 
     def spill(self, group: GroupRecord) -> None:
-        """Begin to save a group in host memory that nobody has asked to save."""
+        """Begin to save a group that is in host memory, without a request."""
         host = self._copies.host
         below = self._copies.below[host]
         if group.forgotten or not group.present(host) or below in group.copies:
             return
-        if self._eviction.set_aside(group, below):
+        if self._eviction.reserve_space(group, below):
             self._copies.start(group, host, below, urgent=False)
 
     def save(self, group: GroupRecord) -> None:
-        """Move a group that is to be saved one tier down."""
+        """Move a group that is to be saved down by one tier."""
         if group.saved() or group.forgotten or group.error is not None:
             self._requests.saves.pop(group, None)
             return
@@ -170,18 +166,18 @@ class Movement:
         if lowest is None:
             return
         below = self._copies.below[lowest]
-        if below not in group.copies and self._eviction.set_aside(group, below):
+        if below not in group.copies and self._eviction.reserve_space(group, below):
             self._copies.start(group, lowest, below, urgent=True)
 
     def forget(self, group: GroupRecord) -> None:
-        """Nobody can ask for a group any more; its copies go as soon as nothing uses them."""
+        """Forget a group: its copies are dropped as soon as they are not in use."""
         self._copies.forget(group)
         self._requests.drop_all(group)
         self._copies.abandon(group)
         self.tidy(group)
 
     def tidy(self, group: GroupRecord) -> None:
-        """Let go of what is unwanted or forgotten and no longer in use."""
+        """Drop the copies that are unwanted or forgotten and not in use."""
         if not group.forgotten and not any([copy.unwanted for copy in group.copies.values()]):
             return
         copies = self._copies
@@ -198,27 +194,30 @@ class Movement:
         if group.forgotten and not group.copies and group.id in copies.groups:
             copies.remove(group)
 
-    def want_again(self, group: GroupRecord) -> None:
-        """What was to leave may stay."""
+    def cancel_drops(self, group: GroupRecord) -> None:
+        """Cancel the pending drops of a group's copies, since it is requested again."""
         self._requests.offloads.pop(group, None)
         for tier, copy in group.copies.items():
             if tier in self._copies.below:
                 copy.unwanted = False
 
-    # Room --------------------------------------------------------------------------------------
+    # Space -------------------------------------------------------------------------------------
 
-    def give_back_shared_room(self) -> None:
-        """Others may allow less room for shared groups than these take: what is idle goes. What
-        can come no more gives up the room that was set aside for it on the fastest tier."""
+    def shrink_shared(self) -> None:
+        """Bring shared groups within their limit, which the service may have lowered.
+
+        Drops idle copies, and frees the space reserved on the fastest tier for groups that no
+        longer fit the limit.
+        """
         copies = self._copies
-        if copies.shared.is_over():
+        if copies.shared.over_limit():
             self._eviction.drop_idle(copies.shared, copies.shared.limit or 0)
         for group in [group for group in copies.promised if group.shared]:
-            if not copies.can_ever_hold(group):
+            if not copies.can_fit(group):
                 copies.abandon(group)
 
     def idle_on_top(self) -> Iterator[GroupRecord]:
-        """What nobody uses, or is about to, on the fastest tier, and is on another, too."""
+        """Yield the groups with an idle copy on the fastest tier that is valid elsewhere."""
         top = self._copies.top
         for group in self._copies.groups.values():
             idle = group.present(top) and not self._copies.in_use(group, top)
@@ -226,29 +225,29 @@ class Movement:
             if idle and group.valid_elsewhere(top) and not wanted:
                 yield group
 
-    def abandon_orphans(self) -> bool:
-        """Give up room set aside for what nobody wants any more. True if there was any."""
-        orphans = [
+    def abandon_unwanted(self) -> bool:
+        """Free the space reserved for groups without a request. Returns whether there was any."""
+        unwanted = [
             group
             for group in self._copies.promised
             if group not in self._requests.demands and not group.moving()
         ]
-        for group in orphans:
+        for group in unwanted:
             self._copies.abandon(group)
-        return bool(orphans)
+        return bool(unwanted)
 
 
 @dataclass(eq=False, slots=True)
 class Fixpoint:
-    """Pursues everything that is wanted, the most pressing first."""
+    """Pursues all requests, the most pressing first."""
 
     _copies: CopyTable
     _requests: Requests
     _movement: Movement
 
     def run(self) -> None:
-        """Make the next move of everything that is wanted, and fail what can never be met."""
-        requests = self._requests  # looked through here: this is asked after every use
+        """Make the next move for every request, and fail the requests that can never be met."""
+        requests = self._requests  # checked here, because this runs after every use
         if (
             requests.demands
             or requests.claims
@@ -260,66 +259,66 @@ class Fixpoint:
             self._pursue_all()
             return
         if self._copies.shared.used:
-            self._movement.give_back_shared_room()
+            self._movement.shrink_shared()
         if self._movement.look_ahead:
             self._fetch_early()
 
     def _pursue_all(self) -> None:
         copies, movement = self._copies, self._movement
-        movement.give_back_shared_room()
+        movement.shrink_shared()
         beside_an_accelerator = copies.top is not copies.host
         if movement.look_ahead and beside_an_accelerator and self._requests.only_need_the_top():
-            # What was fetched early and came half-way goes on before its place is needed again.
+            # Prefetched groups that are half-way move on before their space is needed again.
             movement.fetch_early((copies.top,))
-        roomy = self._pursue_needs()
-        if roomy and movement.look_ahead:  # a hope must not take the room that somebody waits for
+        has_space = self._pursue_needs()
+        if has_space and movement.look_ahead:  # a prefetch must not take space that is waited for
             self._fetch_early()
-        if copies.promised and movement.abandon_orphans():
-            movement.give_back_shared_room()
+        if copies.promised and movement.abandon_unwanted():
+            movement.shrink_shared()
             self._pursue_needs()
-        self._fail_what_is_stuck()
+        self._fail_blocked()
 
     def _fetch_early(self) -> None:
-        self._movement.look_ahead = self._movement.short_of_room = False
+        self._movement.look_ahead = self._movement.short_of_space = False
         self._movement.fetch_early(self._copies.tiers[-2::-1])
 
     def _pursue_needs(self) -> bool:
-        """Pursue what somebody insists on. False if a demand or a claim waits for room."""
+        """Pursue the requests. Returns False if a demand or a claim waits for space."""
         requests, movement = self._requests, self._movement
-        in_vain = self._copies.in_vain
-        in_vain.clear()  # from here to the end, what there was no room for has none
+        blocked_sizes = self._copies.blocked_sizes
+        blocked_sizes.clear()  # valid until the end: no space is freed meanwhile
         for group in list(requests.offloads):
             movement.offload(group)
-        roomy = [movement.pull_up(group) for group in list(requests.demands)]
-        roomy += [movement.bring_to_host(group) for group in list(requests.host_demands)]
-        roomy += [movement.grant_claim(group) for group in list(requests.claims)]
+        has_space = [movement.move_up(group) for group in list(requests.demands)]
+        has_space += [movement.move_to_host(group) for group in list(requests.host_demands)]
+        has_space += [movement.grant_claim(group) for group in list(requests.claims)]
         for group in list(requests.saves):
             movement.save(group)
-        in_vain.clear()
-        return all(roomy)
+        blocked_sizes.clear()
+        return all(has_space)
 
-    def _fail_what_is_stuck(self) -> None:
-        """Nothing is moving and nothing is lent, so whoever still waits would wait for ever.
+    def _fail_blocked(self) -> None:
+        """Fail requests that would wait for ever, as nothing is moving and nothing is leased.
 
-        The largest is told first: when it does not wait any more, others may get on.
+        The largest group fails first, which may unblock the others.
         """
         copies = self._copies
-        if any(copies.borrowed.values()):
-            return  # it comes back before anybody waits for ever
+        if any(copies.carved_out.values()):
+            return  # that memory will be returned
         while not copies.in_flight and not copies.leased and not self._about_to_wake():
             waiting = [*self._requests.unmet(), *self._requests.saves]
             if not waiting:
                 return
             group = max(waiting, key=lambda group: group.nbytes)
-            group.error = self._no_room(group)
+            group.error = self._no_space(group)
             self._copies.abandon(group)
             self._requests.saves.pop(group, None)
             self._pursue_needs()
 
     def _about_to_wake(self) -> bool:
-        """Whether what somebody waits for is there: they will give their lease back."""
+        """Return whether a request is met: its waiter will lease the group, then release it."""
         copies, requests = self._copies, self._requests
-        coming = [(group, copies.top) for group in requests.demands if requests.is_coming(group)]
+        coming = [(group, copies.top) for group in requests.demands if requests.is_in_flight(group)]
         coming += [(group, copies.host) for group in requests.host_demands]
         return any(
             tier in group.copies
@@ -327,7 +326,7 @@ class Fixpoint:
             for group, tier in coming
         )
 
-    def _no_room(self, group: GroupRecord) -> BudgetError:
+    def _no_space(self, group: GroupRecord) -> BudgetError:
         copies = self._copies
         shared = copies.shared
         if group.shared and shared.tier not in group.copies and group.nbytes > (shared.limit or 0):
@@ -336,15 +335,15 @@ class Fixpoint:
         needed = self._kept(pool) + group.nbytes
         if group in self._requests.demands and pool.limit is not None and needed > pool.limit:
             kept = needed - group.nbytes
-            advice = f"{kept:,} bytes are in use there for good; {pool.advice(needed)}"
+            advice = f"{kept:,} bytes are in use there permanently; {pool.advice(needed)}"
             return _budget_error(group, pool, advice)
         stuck = max(self._may_need_host_memory(group), key=lambda g: g.nbytes)
         pool = copies.pool(stuck, copies.host)
         kept = self._kept(pool)
-        if kept and not pool.has_room(stuck.nbytes):
-            advice = f"{kept:,} bytes are in use there for good"
+        if kept and not pool.has_space(stuck.nbytes):
+            advice = f"{kept:,} bytes are in use there permanently"
             if stuck is not group:
-                advice += f", which leaves no room for group {stuck.id.key!r} to go there"
+                advice += f", which leaves no space for group {stuck.id.key!r}"
             advice += f"; {pool.advice()}"
             return _budget_error(group, pool, advice)
         pool = copies.pools[copies.below[copies.host]]
@@ -355,7 +354,7 @@ class Fixpoint:
         return _budget_error(group, pool, advice)
 
     def _kept(self, pool: Pool) -> int:
-        """The bytes that somebody has in a pool for good. Nothing else is leased."""
+        """Return the bytes of a pool that are leased permanently. There are no other leases."""
         copies, tier = self._copies, pool.tier
         top, host = tier is copies.top, tier is copies.host
         return sum(
@@ -366,10 +365,10 @@ class Fixpoint:
         )
 
     def _may_need_host_memory(self, group: GroupRecord) -> Iterator[GroupRecord]:
-        """The group, and what is only on the device."""
+        """Yield the groups that are only on the device, and the group itself."""
         only_above = [other for other in self._copies.groups.values() if self._is_only_above(other)]
         yield from only_above
-        if not (group.shared and only_above):  # room for what is shared makes none for them
+        if not (group.shared and only_above):  # shared space is of no use to the others
             yield group
 
     def _is_only_above(self, group: GroupRecord) -> bool:

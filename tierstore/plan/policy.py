@@ -1,4 +1,4 @@
-"""Which copy would be missed least? A policy ranks; it never evicts."""
+"""Eviction policies: they rank copies by how little they would be missed, and never evict."""
 
 from __future__ import annotations
 
@@ -14,30 +14,35 @@ from tierstore.plan.schedule import Schedule
 from tierstore.plan.use_history import Ranks
 
 _UNEXPECTED = 1e12
-"""Above the rank of everything that is expected, below infinity."""
+"""Above the rank of every expected group, below infinity."""
 
 _SHARED = 1e11
-"""Added to the rank of what the stream expects that has the most in memory; below `_UNEXPECTED`."""
+"""Added to the ranks of the stream with the most bytes in memory; below `_UNEXPECTED`."""
 
 _FIRST = 1e14
-"""Added to the rank of what should go before all others."""
+"""Added to the rank of copies that should be evicted before all others."""
 
 LEAVING = 3
-"""How many copies on the device count as about to leave it, ..."""
+"""Number of copies on the device that count as about to leave it, ..."""
 LEAVING_OF_SEVERAL = 1
-"""... and how many where several streams of uses share it. Each has some there that pass through:
-the more of what is on the device the host keeps, too, the more has to be read."""
+"""... and their number if several streams of uses share the device.
+
+Each stream has groups that pass through the device. The more of those the host keeps as well, the
+more has to be read.
+"""
 
 DISK_COSTS = 4.0
-"""How many times as long a group takes from disk as from host memory, roughly."""
+"""Approximate cost of fetching a group from disk, relative to host memory."""
 
 HARMLESS = 3.0
-"""A prefetch pushes out only what is needed so many times later than it. What is needed a little
-later would be read once more for nothing: soon something better to push out is there, such as the
-group that is in use."""
+"""A prefetch evicts only groups that are needed this many times later than its own.
+
+A group needed only a little later would be read again for nothing: a better victim, such as the
+group in use, soon becomes available.
+"""
 
 _FEW = 8
-_ROOM = 16
+_INITIAL_ROWS = 16
 
 Scalar = TypeVar("Scalar", bound=np.generic)
 Rows = npt.NDArray[np.int64]
@@ -45,48 +50,53 @@ _NONE: Rows = np.zeros(0, dtype=np.int64)
 
 
 class Policy(Protocol):
-    """One ranking for all tiers. The planner tells it what it does and asks for victims."""
+    """A ranking for all tiers. The planner reports its moves, and asks for victims."""
 
     def admitted(self, group: GroupId, tier: Tier) -> None:
-        """A copy of `group` is complete on `tier`."""
+        """Note that a copy of `group` is complete on `tier`."""
 
     def used(self, group: GroupId) -> None:
-        """`group` was leased."""
+        """Note that `group` was leased."""
 
     def dropped(self, group: GroupId, tier: Tier) -> None:
-        """The copy of `group` on `tier` is gone."""
+        """Note that the copy of `group` on `tier` was dropped."""
 
     def victims(self, tier: Tier, rival: GroupId | None) -> Iterator[GroupId]:
-        """Groups with a copy on `tier`, the one missed least first.
+        """Yield groups with a copy on `tier`, the one missed least first.
 
-        `rival` is a group that is fetched early and wants the room: only those needed (much) later
-        than it are yielded. None: the room must be had, so all are yielded sooner or later.
+        `rival` is a group to be prefetched into the space: only groups needed much later than it
+        are yielded. None: the space is required, so all groups are yielded sooner or later.
         """
 
 
 class Order(Protocol):
-    """When copies are used next, as far as it is known: the rank of each row of a `CopyRows`, the
-    higher, the less its copy would be missed. All arrays are float64, one value per row."""
+    """Ranks the rows of a `CopyRows` by their next use, as far as that is known.
+
+    The higher the rank, the less the copy would be missed. All arrays are float64, one value per
+    row.
+    """
 
     def ranks(self, rows: CopyRows) -> Ranks:
-        """By row. Of rows of what is gone the rank may be anything."""
+        """Return the rank of each row. Rows of removed groups may have any rank."""
 
     def farther(self, rows: CopyRows, ranks: Ranks, times: float) -> Ranks:
-        """The ranks of copies that are missed so many times later."""
+        """Return the ranks of copies that are used `times` times as far ahead."""
 
     def out_of_reach(self, rival: GroupId) -> float:
-        """What is fetched early may push out what is above this rank."""
+        """Return the rank above which a prefetch of `rival` may evict copies."""
 
     def spared(self, rows: CopyRows) -> npt.NDArray[np.bool_] | None:
-        """Which rows others should give up their copies for, by their share. None: all are of one
-        stream of uses."""
+        """Return a mask of the rows that other streams should be evicted before.
+
+        None if there is one stream of uses.
+        """
 
     def number(self, group: GroupId) -> int:
-        """By which number `ranks` tells of a group."""
+        """Return the number by which `ranks` refers to a group."""
 
 
 class LeastRecentlyUsed:
-    """The copy that was not used for longest goes first."""
+    """Ranks the least recently used copy highest."""
 
     def ranks(self, rows: CopyRows) -> Ranks:
         return -rows.touched
@@ -101,14 +111,14 @@ class LeastRecentlyUsed:
         return None
 
     def number(self, group: GroupId) -> int:
-        return -1  # what was used lately stays
+        return -1  # recency alone decides
 
 
 class FarthestNextUse:
-    """The copy whose next use is farthest ahead goes first (Belady, 1966), by a learned schedule.
+    """Ranks the copy with the farthest next use highest (Belady, 1966), by a learned schedule.
 
-    Groups that the schedule does not expect go before all others, the least recently used first.
-    Of several streams of uses, the one that has the most in memory gives up first.
+    Groups that the schedule does not expect are evicted before all others, the least recently used
+    first. Of several streams of uses, the one with the most bytes in memory is evicted from first.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -126,24 +136,24 @@ class FarthestNextUse:
             self._layout, self._epoch = rows.layout, None
             self._ranks = np.zeros(len(rows.touched))
         if self._schedule.several or self._epoch != self._schedule.epoch:
-            # As time passes, all ranks change that are by the earliest use of several streams.
+            # The earliest use of several streams is a time, so all ranks change as time passes.
             self._epoch = None if self._schedule.several else self._schedule.epoch
-            outdated = np.arange(len(rows.groups))
+            stale = np.arange(len(rows.groups))
         else:
-            outdated = np.fromiter(rows.outdated, dtype=np.int64, count=len(rows.outdated))
+            stale = np.fromiter(rows.stale, dtype=np.int64, count=len(rows.stale))
             routed = self._schedule.routed
             if routed.any:  # their ranks change while others are used
                 numbers = rows.number[: len(rows.groups)]
-                outdated = np.union1d(outdated, np.flatnonzero(routed.of(numbers)))
-        rows.outdated.clear()
-        if len(outdated):
-            ranks = self._schedule.ranks(rows.number[outdated])
-            unexpected = _UNEXPECTED - rows.touched[outdated]
-            self._ranks[outdated] = np.where(np.isinf(ranks), unexpected, ranks)
+                stale = np.union1d(stale, np.flatnonzero(routed.of(numbers)))
+        rows.stale.clear()
+        if len(stale):
+            ranks = self._schedule.ranks(rows.number[stale])
+            unexpected = _UNEXPECTED - rows.touched[stale]
+            self._ranks[stale] = np.where(np.isinf(ranks), unexpected, ranks)
         return self._ranks
 
     def farther(self, rows: CopyRows, ranks: Ranks, times: float) -> Ranks:
-        # Of what the schedule does not expect, it cannot say what is farther.
+        # The schedule has no distances for groups that it does not expect.
         expected = ranks < _UNEXPECTED - rows.clock
         return np.where(expected, self._schedule.farther(ranks, times), times * ranks)
 
@@ -168,44 +178,43 @@ class FarthestNextUse:
 
 
 class CopyRows:
-    """Every group that has a copy has a row, so that a ranking is one array.
+    """Assigns a row to every group with a copy, so that a ranking is one array.
 
-    Rows of what is gone are left empty until there are too many. Then, and where there is no room
-    for another, the arrays are made anew (`layout` counts how often); who still looks through the
-    old ones may go on. By row: `groups`, the `number` of each, and when it was `touched` last, by
-    the `clock` of touches, and whether it was `used` since it is there. `outdated` are the rows
-    that were touched since somebody cleared it.
+    Rows of removed groups stay empty until there are too many. Then, and when the arrays are full,
+    they are rebuilt (`layout` counts how often); iterators over the old arrays stay valid. By row:
+    the `groups`, the `number` of each, when it was `touched` last, by the `clock` of touches, and
+    whether it was `used` since it arrived. `stale` has the rows touched since it was last cleared.
     """
 
     def __init__(self, tiers: Iterable[Tier]) -> None:
         self.groups: list[GroupId] = []
         self.row: dict[GroupId, int] = {}
-        # 0 for what has a copy, -infinity for what has none. Added to all ranks, it leaves those of
-        # the copies, much faster than choosing them does.
-        self.absent: dict[Tier, Ranks] = {tier: np.full(_ROOM, -np.inf) for tier in tiers}
+        # 0 for rows with a copy, -infinity for others: adding it to all ranks selects the copies,
+        # much faster than indexing does.
+        self.absent: dict[Tier, Ranks] = {tier: np.full(_INITIAL_ROWS, -np.inf) for tier in tiers}
         self.copies = dict.fromkeys(self.absent, 0)
-        self.number = np.zeros(_ROOM, dtype=np.int64)
-        self.touched = np.zeros(_ROOM)
-        self.used = np.zeros(_ROOM, dtype=np.bool_)
+        self.number = np.zeros(_INITIAL_ROWS, dtype=np.int64)
+        self.touched = np.zeros(_INITIAL_ROWS)
+        self.used = np.zeros(_INITIAL_ROWS, dtype=np.bool_)
         self.clock = 0
-        self.outdated: set[int] = set()
+        self.stale: set[int] = set()
         self.layout = 0
 
     def __len__(self) -> int:
         return len(self.groups)
 
     def touch(self, row: int) -> None:
-        """Its group was used, or came to a tier."""
+        """Note that a group was used, or arrived on a tier."""
         self.clock += 1
         self.touched[row] = self.clock
-        self.outdated.add(row)
+        self.stale.add(row)
 
     def add(self, group: GroupId, number: int) -> int:
-        """A row for a group that has none."""
+        """Add a row for a group that has none."""
         if len(self.groups) > 2 * len(self.row) + 64:
-            self._lay_out(np.array(list(self.row.values()), dtype=np.int64))
+            self._rebuild(np.array(list(self.row.values()), dtype=np.int64))
         elif len(self.groups) == len(self.touched):
-            self._lay_out(np.arange(len(self.groups)), room=len(self.groups))
+            self._rebuild(np.arange(len(self.groups)), spare=len(self.groups))
         row = len(self.groups)
         self.groups.append(group)
         self.row[group] = row
@@ -214,19 +223,19 @@ class CopyRows:
         return row
 
     def arrive(self, row: int, tier: Tier) -> None:
-        """There is a copy on `tier`."""
+        """Note a copy on `tier`."""
         self.copies[tier] += not self.is_on(tier, row)
         self.absent[tier][row] = 0.0
 
     def leave(self, row: int, tier: Tier) -> None:
-        """There is none any more."""
+        """Note that the copy on `tier` was dropped."""
         self.copies[tier] -= self.is_on(tier, row)
         self.absent[tier][row] = -np.inf
         if all(absent.item(row) for absent in self.absent.values()):
             del self.row[self.groups[row]]
 
     def on(self, tier: Tier) -> npt.NDArray[np.bool_]:
-        """Which rows have a copy on `tier`."""
+        """Return a mask of the rows with a copy on `tier`."""
         there: npt.NDArray[np.bool_] = self.absent[tier][: len(self.groups)] == 0
         return there
 
@@ -234,16 +243,16 @@ class CopyRows:
         return self.absent[tier].item(row) == 0
 
     def saved(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which of these rows have a copy on a persistent tier."""
+        """Return a mask of these rows: whether they have a copy on a persistent tier."""
         found = np.zeros(len(rows), dtype=np.bool_)
         for tier, absent in self.absent.items():
             if tier.persistent:
                 found |= absent[rows] == 0
         return found
 
-    def _lay_out(self, kept: Rows, room: int = _ROOM) -> None:
-        """Make the arrays anew: these rows, and room for more."""
-        groups, size = [self.groups[row] for row in kept.tolist()], len(kept) + room
+    def _rebuild(self, kept: Rows, spare: int = _INITIAL_ROWS) -> None:
+        """Rebuild the arrays with these rows and `spare` empty ones."""
+        groups, size = [self.groups[row] for row in kept.tolist()], len(kept) + spare
         if len(groups) < len(self.groups):
             self.row = {group: row for row, group in enumerate(groups)}
         self.groups = groups
@@ -256,18 +265,18 @@ class CopyRows:
 
 
 class RankingPolicy:
-    """Ranks copies by an order of use, and by where else a copy is.
+    """Ranks copies by an order of use, and by the group's copies on other tiers.
 
-    A group on the device and in host memory is there twice. Of the host copies, those go first
-    whose group will stay on the device: all but the few that the device would give up next. Of the
-    device copies, one that the host has too is missed less than one that only the disk has: as
-    if its next use were four times as far. So some groups stay on the device and others pass
-    through it, the two tiers together hold nearly as many groups as fit both, and what leaves the
-    device need not be copied back.
+    A group on the device and in host memory takes space twice. Host copies of groups that will stay
+    on the device are evicted first; those are all but the few that the device would evict next. A
+    device copy that the host has too is missed less than one that only the disk has: as if its next
+    use were four times as far. So some groups stay on the device and others pass through it, the
+    two tiers together hold nearly as many groups as fit both, and groups that leave the device
+    need not be copied back.
 
-    Host memory and the disk are such a pair, too, where the disk caches what lies below it. While
-    no order is known yet, what was used goes from there before what was not: if it comes again, it
-    does so in the next pass.
+    Host memory and the disk are such a pair too if the disk caches a tier below it. While no order
+    is known yet, used groups are evicted from the disk before unused ones: they are not needed
+    again until the next pass.
     """
 
     def __init__(self, order: Order, tiers: Iterable[Tier] = TIERS.values()) -> None:
@@ -301,13 +310,13 @@ class RankingPolicy:
         leaving = LEAVING if spared is None else LEAVING_OF_SEVERAL
         found = self._ranked(tier, rival, leaving)
         if spared is not None:
-            if tier is self._device:  # what the host has, too, is no loss for a stream
+            if tier is self._device:  # a copy that the host has too is no loss for a stream
                 spared &= ~self._rows.on(self._host)
             found[~spared] += _SHARED
         return _descending(self._rows.groups, found)
 
     def _ranked(self, tier: Tier, rival: GroupId | None, leaving: int) -> Ranks:
-        """By row, how little a copy on `tier` would be missed; -infinity for what must stay."""
+        """Return the rank of each row's copy on `tier`; -infinity for copies that must stay."""
         rows = self._rows
         ranks = self._order.ranks(rows)[: len(rows)]
         found = ranks + rows.absent[tier][: len(rows)]
@@ -327,26 +336,25 @@ class RankingPolicy:
             settled = self._settled(ranks, self._host, leaving)
             found[settled[self._is_below()[settled]]] += _FIRST
             if isinstance(self._order, FarthestNextUse) and self._order.learning:
-                # What was there before the first pass is needed in it: no prefetch takes its room.
+                # Groups from before the first pass are needed in it: no prefetch may evict them.
                 unused = ~rows.used[: len(rows)]
                 found[unused] -= _FIRST if rival is None else np.inf
         return found
 
     def _miss_less(self, ranks: Ranks, there_too: npt.NDArray[np.bool_]) -> None:
-        """Raise the ranks of copies whose groups are on the tier below, too, at less than it costs
-        to bring the others."""
+        """Raise the ranks of copies that the tier below has too: those are cheaper to fetch."""
         twice = (ranks > -np.inf) & there_too
         ranks[twice] = self._order.farther(self._rows, ranks[twice], DISK_COSTS)
 
     def _is_below(self) -> npt.NDArray[np.bool_]:
-        """Which rows have a copy below the disk."""
+        """Return a mask of the rows with a copy below the disk."""
         found: npt.NDArray[np.bool_] = np.zeros(len(self._rows), dtype=np.bool_)
         for tier in self._below:
             found |= self._rows.on(tier)
         return found
 
     def _settled(self, ranks: Ranks, on: Tier | None, leaving: int) -> Rows:
-        """What is on this tier, not about to leave it, and safe on disk or below."""
+        """Return the rows on this tier that will stay there and are saved on a persistent tier."""
         if on is None or self._rows.copies[on] <= leaving:
             return _NONE
         there = np.flatnonzero(self._rows.on(on))
@@ -354,15 +362,17 @@ class RankingPolicy:
         return staying.compress(self._rows.saved(staying))
 
 
-def _extended(values: npt.NDArray[Scalar], room: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
-    """`room`, beginning with these values."""
-    room[: len(values)] = values
-    return room
+def _extended(values: npt.NDArray[Scalar], array: npt.NDArray[Scalar]) -> npt.NDArray[Scalar]:
+    """Copy these values to the beginning of `array`, and return it."""
+    array[: len(values)] = values
+    return array
 
 
 def _descending(groups: list[GroupId], ranks: Ranks) -> Iterator[GroupId]:
-    """The groups whose rows rank above -infinity, those of the highest rank first."""
-    for _ in range(min(_FEW, len(ranks))):  # more are hardly ever wanted: no need to sort all
+    """Yield the groups with ranks above -infinity, the highest first."""
+    for _ in range(
+        min(_FEW, len(ranks))
+    ):  # callers rarely take more, so sorting all is not worth it
         best = int(ranks.argmax())
         if ranks[best] == -np.inf:
             return
@@ -377,9 +387,9 @@ POLICIES = ("next-use", "lru")
 
 
 def policy_named(name: str, schedule: Schedule, tiers: Iterable[Tier] = TIERS.values()) -> Policy:
-    """The policy of this name, ranking by `schedule` where it ranks by a schedule."""
+    """Return the policy of this name, which may rank by `schedule`."""
     if name == "next-use":
         return RankingPolicy(FarthestNextUse(schedule), tiers)
     if name == "lru":
         return RankingPolicy(LeastRecentlyUsed(), tiers)
-    raise ValueError(f"there is no policy {name!r}: choose one of {', '.join(POLICIES)}")
+    raise ValueError(f"unknown policy {name!r}: choose one of {', '.join(POLICIES)}")

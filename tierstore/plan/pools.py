@@ -1,7 +1,7 @@
-"""Room with a budget of its own.
+"""Pools: space with a budget.
 
-Each tier is a pool. Host memory has a second one beside it: there copies of shared groups are in
-another process's memory, which allows them so many bytes, more or fewer at any time.
+Each tier is a pool. Host memory has a second one for shared groups, whose copies are in another
+process's memory. That process sets their limit, and may change it at any time.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from tierstore.model.tiers import Tier
 
 LARGER_ARENA = "start tierstore-serve with a larger --ram"
-"""What makes more room for what is shared."""
+"""Advice if shared groups lack space."""
 
 
 @dataclass(eq=False, slots=True)
 class Pool:
-    """So many bytes of `tier` may be `used` as `limit` says (None: any number).
+    """Space on `tier`: `used` bytes of at most `limit` (None for no limit).
 
-    The limit may fall below what is used: then nothing has room, and what is idle has to go.
+    The limit may fall below the bytes in use. Then there is no space, and idle copies are dropped.
     """
 
     tier: Tier
@@ -28,7 +28,7 @@ class Pool:
     used: int = 0
 
     def advice(self, nbytes: int | None = None) -> str:
-        """How to make room (for a limit of so many bytes)."""
+        """Return how to get more space (a limit of at least `nbytes` bytes)."""
         if self.shared:
             return LARGER_ARENA
         option = "ram_budget" if self.tier is Tier.HOST else f"{self.tier.name.lower()}_budget"
@@ -36,21 +36,21 @@ class Pool:
             return f"raise {option}"
         return f"raise {option} to at least {nbytes:,} bytes, or use smaller groups"
 
-    def has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes more are within the limit."""
+    def has_space(self, nbytes: int) -> bool:
+        """Return whether `nbytes` more bytes are within the limit."""
         return self.limit is None or self.used + nbytes <= self.limit
 
-    def is_over(self) -> bool:
-        """Whether more is used than there should be."""
+    def over_limit(self) -> bool:
+        """Return whether more bytes are used than the limit allows."""
         return self.limit is not None and self.used > self.limit
 
 
 @dataclass(eq=False, slots=True)
 class Sizes:
-    """How much there is of each tier, for who foresees what should come and stay.
+    """The size of each tier, for predictions.
 
-    Where there are `shared` groups (by number), what is `allowed` of them counts as one with the
-    budget of `host`. Each has a limit of its own nevertheless: see `Pool`.
+    If there are `shared` groups (by number), the `allowed` bytes of them are added to the budget of
+    `host`. The limits themselves remain separate: see `Pool`.
     """
 
     budgets: Mapping[Tier, int | None]
@@ -59,7 +59,7 @@ class Sizes:
     shared: set[int] = field(default_factory=set)
 
     def of(self, tier: Tier) -> int | None:
-        """All bytes of `tier`; None for no limit."""
+        """Return the bytes of `tier`; None for no limit."""
         budget = self.budgets[tier]
         if budget is None or not self.shared or tier is not self.host:
             return budget

@@ -1,4 +1,4 @@
-"""What the planner believes about each group."""
+"""The planner's record of each group and its copies."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tierstore.model.tiers import Access, HostAccess, Tier, UseOrder
 
 
 class State(Enum):
-    """How far a copy is. Room is taken from the first state on."""
+    """The state of a copy. It takes space in all of them."""
 
-    RESERVED = "room is set aside, nothing is on its way yet"
-    ARRIVING = "bytes are on their way"
+    RESERVED = "space is reserved, no transfer has begun"
+    ARRIVING = "a transfer is in flight"
     PRESENT = "complete and valid"
 
 
@@ -21,9 +21,9 @@ class State(Enum):
 class CopyRecord:
     """One group's copy on one tier.
 
-    `readers` counts transfers that read it. `unwanted` means that it goes as soon as nothing uses
-    it and another copy is valid. `began` is when its transfer was instructed, in seconds; it is
-    `ending` once the last of its bytes move.
+    `readers` counts the transfers that read it. An `unwanted` copy is dropped as soon as it is not
+    in use and another one is valid. `began` is the time in seconds at which its transfer was
+    instructed. `ending` is True while its last bytes move.
     """
 
     state: State
@@ -37,11 +37,11 @@ class CopyRecord:
 class GroupRecord:
     """One group.
 
-    On the tier `backing`, if any, a file of the user's holds its bytes: that copy takes no room.
-    `number` is what the schedule knows its key by; -1 if a newer generation has taken it over.
-    `sticky` says that it should stay in host memory. `use_order` says how it is known when it is
-    used next. While there is a `host_lease`, somebody has its copy in host memory, and may change
-    it. The copies in host memory of what is `shared` are another process's: nobody changes them.
+    On the tier `backing`, if any, a file of the user's holds its bytes, so that copy takes no
+    space. `number` is the schedule's number of its key; -1 if a newer generation has it. `sticky`
+    groups are evicted last from host memory. `use_order` says how the next use is predicted. While
+    there is a `host_lease`, a caller has leased the copy in host memory, and may change it. Copies
+    of a `shared` group in host memory belong to another process and are never changed.
     """
 
     id: GroupId
@@ -59,25 +59,25 @@ class GroupRecord:
     shared: bool = False
 
     def present(self, tier: Tier) -> bool:
-        """Whether a complete copy is on `tier`."""
+        """Return whether a complete copy is on `tier`."""
         copy = self.copies.get(tier)
         return copy is not None and copy.state is State.PRESENT
 
     def saved(self) -> bool:
-        """Whether a complete copy is on a persistent tier."""
+        """Return whether a complete copy is on a persistent tier."""
         return any(tier.persistent and self.present(tier) for tier in self.copies)
 
     def valid_elsewhere(self, tier: Tier) -> bool:
-        """Whether the copy on `tier` could go without losing the group."""
+        """Return whether the group has a complete copy on a tier other than `tier`."""
         for other, copy in self.copies.items():
             if other is not tier and copy.state is State.PRESENT:
                 return True
         return False
 
     def moving(self) -> bool:
-        """Whether any transfer reads or writes any of its copies."""
+        """Return whether a transfer reads or writes any of its copies."""
         return any(c.readers or c.state is State.ARRIVING for c in self.copies.values())
 
     def cost(self, tier: Tier) -> int:
-        """The bytes that a copy takes of the budget of `tier`."""
+        """Return the bytes that a copy on `tier` takes of its budget."""
         return 0 if tier is self.backing else self.nbytes

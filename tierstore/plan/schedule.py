@@ -1,16 +1,16 @@
-"""The order in which groups are used, learned by watching one pass.
+"""The order in which groups are used, learned from one pass.
 
 A denoising loop, a training step or a token loop repeats itself. `LearnedOrder` predicts by the
-longest suffix match: it looks for the place in its history that was preceded by the longest run
-of keys equal to the newest ones, and expects what followed there. (The idea is that of prediction
-by partial matching, Cleary and Witten, 1984.) Where another place fits as well, a key is ranked by
-the sooner of its next uses: to keep it for nothing costs less than to read it again. While there is
-nothing to go by, keys are expected in the order in which they were registered; that is good enough
-for a prefetch, and for nothing else.
+longest suffix match: it finds the place in its history that was preceded by the longest run of keys
+equal to the newest ones, and expects the uses that followed there. (This is the idea of prediction
+by partial matching, Cleary and Witten, 1984.) If another place matches as well, a key is ranked by
+the sooner of its next uses, since keeping it needlessly costs less than reading it again. Before
+anything repeats, keys are expected in the order of registration, which is good enough for
+prefetching but not for eviction.
 
-Keys have numbers, so that whole histories are looked at by numpy. While predictions come true, the
-match moves on by one place and only the key just used changes its rank; all ranks are computed
-anew only when one of the two places foretold something else. Then `epoch` changes.
+Keys have numbers, so numpy can process whole histories. While predictions come true, the match
+advances by one place and only the key just used changes its rank. All ranks are recomputed only
+when one of the two places predicted a different use. Then `epoch` changes.
 """
 
 from __future__ import annotations
@@ -31,86 +31,90 @@ from tierstore.plan.use_history import Ranks, UseHistory
 
 MEMORY = 8192
 LEARNING_RATE = 0.1
-GUESSED = 0.5  # how much a wrong prediction counts at a place where none came true yet
+GUESSED = 0.5  # weight of a wrong prediction at a place where none has come true yet
 TRUSTED = 0.5
 HINTS = 4
-"""How many keys the order of registration foretells: a wrong hint costs up to 1.85 x the reads."""
+"""Number of keys to expect in order of registration. A wrong one costs up to 1.85 x the reads."""
 
-_ROOM = 16
+_INITIAL_SIZE = 16
 
-_NOBODY: Numbers = np.zeros(0, dtype=np.int64)
+_NO_USES: Numbers = np.zeros(0, dtype=np.int64)
 
 
 class Schedule(Protocol):
-    """What a planner learns the order of uses with. Groups are numbers, as `known` tells.
+    """Learns the order of uses for a planner. Groups are referred to by their number in `known`.
 
-    `LearnedOrder` says what each of its methods does, where one order is learned of all uses;
-    `UseStreams`, where there may be several. While `several` is true, ranks are seconds.
+    `LearnedOrder` learns one order of all uses, `UseStreams` several. While `several` is True,
+    ranks are seconds.
     """
 
     known: KnownKeys
 
     @property
     def epoch(self) -> object:
-        """Another one when ranks have changed, but not for the key that was just used alone."""
+        """A value that changes with the ranks, unless only the key just used changed its rank."""
 
     @property
     def several(self) -> bool:
-        """Whether several streams of uses go on beside each other."""
+        """True if several streams of uses are active."""
 
     @property
     def place(self) -> int:
-        """The place of the only order whose uses go on, unless there are `several`."""
+        """The place of the only active order, unless there are `several`."""
 
     @property
     def learning(self) -> bool:
-        """Whether nothing has been seen twice yet."""
+        """True until a use has repeated."""
 
     @property
     def routed(self) -> RoutedUses:
-        """The uses of keys that data choose, of one order."""
+        """The uses of routed keys, relative to one order."""
 
     def ask(self, key: str, stream: int = 0) -> int:
-        """Note that the user `stream` is about to use `key`. Returns the place of its order."""
+        """Note that the user `stream` requests `key`. Returns the place of its order."""
 
     def advance_past(self, key: str, stream: int = 0) -> int:
-        """Note that `key` has just been used by `stream`. Returns the place of its order."""
+        """Note that `stream` has just used `key`. Returns the place of its order."""
 
-    def come(self, key: str, stream: int = 0) -> int:
-        """Note a use of which no order is learned. Returns the place of the user's order."""
+    def note_unordered_use(self, key: str, stream: int = 0) -> int:
+        """Note a use that has no place in an order. Returns the place of the user's order."""
 
     def end(self, stream: int) -> None:
-        """A user is gone, and what was learned of its uses is of no use any more."""
+        """Forget what was learned from a user that has ended."""
 
     def ranks(self, numbers: Numbers) -> Ranks:
-        """For each number, when it is used next, on a scale of its own; infinity: not expected."""
+        """Return the rank of each number: when it is used next; infinity: not expected.
+
+        The scale is the schedule's own.
+        """
 
     def farther(self, ranks: Ranks, times: float) -> Ranks:
-        """The ranks of keys that are used so many times as far ahead."""
+        """Return the ranks of keys that are used `times` times as far ahead."""
 
     def ahead(self, count: int) -> Numbers:
-        """The numbers of what the caller named, and of `count` others at most, soonest first."""
+        """Return the prefetched numbers and then at most `count` expected ones, soonest first."""
 
     def streams(self, count: int) -> Sequence[tuple[int, Numbers]]:
-        """For each stream that goes on, the place of its order, and the numbers of the uses that
-        it foretells, so many at most."""
+        """Return the place of each active stream's order, and its next uses, at most `count`."""
 
     def spared(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
-        """By number, what a stream expects that does not have the most in memory, if these numbers
-        are in memory."""
+        """Return a mask, by number, of the keys that streams with a smaller share expect.
+
+        `numbers` are in memory. A stream with a smaller share has fewer bytes there than another.
+        """
 
 
 class LearnedOrder:
     """A schedule that predicts by the longest suffix match over the last `memory` uses.
 
-    Each key has a number, which stays its own until it is forgotten. `epoch` grows when ranks
-    change, but not for the key that was just used alone. Uses of one key in a row count once.
-    Keys that data choose (see `RoutedUses`) have a wait instead of a place, and are never foretold.
-    `trusted` is False while there is no prediction, or fewer than about half of the latest ones
-    came true (wrong guesses count half); keys are then ranked by decayed access rates, or not at
-    all (infinity for every key) during the first pass. The memory grows to twice the number of
-    registered keys, so that a pass over them fits. `history`, `rates` and `routed` are there to be
-    looked at. Orders that share `known` number keys alike.
+    Each key has a number, which it keeps until it is forgotten. `epoch` grows when ranks change,
+    unless only the key just used changed its rank. Consecutive uses of one key count once. Routed
+    keys (see `RoutedUses`) have a mean wait instead of a place, and are never expected. `trusted`
+    is False while there is no prediction, or while fewer than about half of the latest ones came
+    true (wrong guesses count half). Keys are then ranked by decayed access rates, or not at all
+    (infinity for every key) during the first pass. The memory grows to twice the number of
+    registered keys, so that a pass over them fits. `history`, `rates` and `routed` are for reading.
+    Orders that share `known` use the same numbers.
     """
 
     several = False
@@ -120,14 +124,17 @@ class LearnedOrder:
         self.known = known = KnownKeys() if known is None else known
         self._memory = memory
         self._epoch = 0
-        self.history = UseHistory(_ROOM)
-        self.rates = UseRates(_ROOM)
-        self.routed = RoutedUses(_ROOM)
-        self.latest: str | None = None  # the key used last
-        self._used = 0  # how many uses had a place in the order
-        self._tested = False  # whether a prediction came true since the history matches
+        self.history = UseHistory(_INITIAL_SIZE)
+        self.rates = UseRates(_INITIAL_SIZE)
+        self.routed = RoutedUses(_INITIAL_SIZE)
+        self.latest: str | None = None  # the latest key used
+        self._used = 0  # number of uses that had a place in the order
+        self._tested = False  # whether a prediction has come true since the match began
         self._confidence = 1.0
-        self._hints: tuple[int, Numbers] = -1, _NOBODY  # as of which registration
+        self._hints: tuple[int, Numbers] = (
+            -1,
+            _NO_USES,
+        )  # with the value of `registrations` at that time
         known.orders.append(self)
         for number in range(len(known.keys)):
             self.begin_number(number)
@@ -135,7 +142,7 @@ class LearnedOrder:
             self.routed.add(number)
 
     def copy(self) -> LearnedOrder:
-        """Another order that has learned the same, and knows the same keys."""
+        """Return an independent order with the same history and keys."""
         other = LearnedOrder(self._memory, self.known)
         other.history, other.rates, other.routed = copy.deepcopy(
             (self.history, self.rates, self.routed)
@@ -144,34 +151,34 @@ class LearnedOrder:
         other._tested, other._confidence = self._tested, self._confidence
         return other
 
-    def end_all(self) -> None:
-        """Nothing is learned any more: the known keys need not be numbered for this order."""
+    def detach(self) -> None:
+        """Detach this order from `known`: its history no longer keeps numbers in use."""
         self.known.orders.remove(self)
-        self.known.forget_the_unused()
+        self.known.reclaim_numbers()
 
     @property
     def epoch(self) -> int:
-        """Grows when ranks change."""
+        """A number that grows when ranks change."""
         return self._epoch + self.known.epoch
 
     @property
     def trusted(self) -> bool:
-        """Whether the learned order is worth ranking by."""
+        """True if the learned order is reliable enough to rank by."""
         return self.history.place >= 0 and self._confidence >= TRUSTED
 
     @property
     def learning(self) -> bool:
-        """Whether nothing has been seen twice yet: there are hints, and no ranks."""
+        """True until a use has repeated: keys are expected by registration, and have no ranks."""
         return self.history.place < 0 and self._confidence >= TRUSTED
 
     # Keys and their numbers --------------------------------------------------------------------
 
     def begin_number(self, number: int) -> None:
-        """This number is another key's from now on: of its uses nothing is known."""
+        """Assign this number to a new key, of whose uses nothing is known."""
         while number >= len(self.history.last):
-            self.history.make_room()
-            self.rates.make_room()
-            self.routed.make_room()
+            self.history.grow()
+            self.rates.grow()
+            self.routed.grow()
         self.clear_number(number)
         span = 2.0 ** math.ceil(math.log2(max(len(self.known.numbers), 1)))
         if span != self.rates.span:
@@ -179,65 +186,64 @@ class LearnedOrder:
             self._epoch += 1
 
     def clear_number(self, number: int) -> None:
-        """The key of this number is gone. It keeps its places in the history, for now."""
+        """Clear the rates of a number whose key was forgotten. Its places in the history stay."""
         self.rates.clear(number)
         self.routed.clear(number)
 
     def route_number(self, number: int) -> None:
-        """Data choose the key of this number."""
+        """Mark the key of this number as routed."""
         self.routed.add(number)
 
     def remembers(self, number: int) -> bool:
-        """Whether the history has a use of this number."""
+        """Return whether the history has a use of this number."""
         return bool(self.history.last[number] >= 0)
 
     # Learning ----------------------------------------------------------------------------------
 
     def ask(self, key: str, stream: int = 0) -> int:
-        """All uses are one order here."""
+        """Do nothing: all uses are one order here."""
         return 0
 
     def advance_past(self, key: str, stream: int = 0) -> int:
         """Note that `key` has just been used. The uses of all streams are one order here."""
-        again, self.latest, self._hints = key == self.latest, key, (-1, _NOBODY)
-        # First of all, as it may take away this key's number, and the place that matches.
+        again, self.latest, self._hints = key == self.latest, key, (-1, _NO_USES)
+        # This comes first, because it may free this key's number and remove the matching place.
         if self.history.full and not again:
-            self._forget_the_oldest()
+            self._drop_oldest()
         number = self.known.number_for_now(key)
         self.rates.count(number)
         self.known.clock += 1
-        self.known.come(key)
+        self.known.note_use(key)
         if not again:
             self._used += 1
             self._learn(number)
         return 0
 
-    def foresees(self, key: str) -> bool:
-        """Whether this is the key that comes next, or is in use."""
+    def expects(self, key: str) -> bool:
+        """Return whether `key` is the expected next key, or the latest one."""
         number = self.known.numbers.get(key)
         if key == self.latest or number is None:
             return key == self.latest
-        return self.history.foretells(self.history.place, number)
+        return self.history.expects(self.history.place, number)
 
     def _learn(self, number: int) -> None:
         history = self.history
         before = (self.trusted, self.learning)
-        foreseen = history.foretells(history.place, number)
+        is_expected = history.expects(history.place, number)
         if history.place >= 0:
-            weight = LEARNING_RATE if foreseen or self._tested else GUESSED * LEARNING_RATE
-            self._confidence += weight * (foreseen - self._confidence)
-        self._tested = foreseen
+            weight = LEARNING_RATE if is_expected or self._tested else GUESSED * LEARNING_RATE
+            self._confidence += weight * (is_expected - self._confidence)
+        self._tested = is_expected
         changed = history.add(number)
-        # Where nothing is ranked by places, only the key just used has another rank than before.
+        # Unless ranks are places, only the rank of the key just used has changed.
         if (self.trusted, self.learning) != before or (self.trusted and changed):
             self._epoch += 1
 
     def end(self, stream: int) -> None:
-        """A stream is over. Of one order for all, nothing is forgotten."""
+        """Do nothing: one order of all users outlives each of them."""
 
-    def come(self, key: str, stream: int = 0) -> int:
-        """Note that `key`, which the caller expected or data chose, was used. Of an order, nothing
-        is learned from that."""
+    def note_unordered_use(self, key: str, stream: int = 0) -> int:
+        """Note a use of a key that was prefetched or routed. The order learns nothing from it."""
         numbers = self.known.numbers
         number = numbers.get(key)
         if number is not None and self.routed.has(number):
@@ -247,21 +253,21 @@ class LearnedOrder:
         else:
             self.rates.clock += 1
         self.known.clock += 1
-        self.known.come(key)
+        self.known.note_use(key)
         return 0
 
-    def _forget_the_oldest(self) -> None:
-        """Make room, and keep the newest half, or enough for twice the registered keys."""
-        self.history.forget_the_oldest(max(self._memory, 2 * len(self.known.registered)))
+    def _drop_oldest(self) -> None:
+        """Drop the oldest half, but keep enough for twice the registered keys."""
+        self.history.drop_oldest(max(self._memory, 2 * len(self.known.registered)))
         self._epoch += 1
-        self.known.forget_the_unused()
+        self.known.reclaim_numbers()
 
     # Predicting --------------------------------------------------------------------------------
 
     def steps_until(self, key: str) -> float:
-        """How many uses ahead `key` is expected; infinity if it is not expected at all."""
-        if key in self.known.expected:
-            return 1.0 + list(self.known.expected).index(key)
+        """Return the uses until `key` is expected; infinity if it is not expected."""
+        if key in self.known.prefetched:
+            return 1.0 + list(self.known.prefetched).index(key)
         number = self.known.numbers.get(key)
         if number is None or self.learning:
             return math.inf
@@ -271,11 +277,11 @@ class LearnedOrder:
         return self.rates.span / rate if rate > 0 else math.inf
 
     def ranks(self, numbers: Numbers) -> Ranks:
-        """For each number, when it is used next, on a scale of its own; infinity: not expected."""
+        """Return the rank of each number: when it is used next; infinity: not expected."""
         return self.known.sooner(numbers, self.learned_ranks(numbers))
 
     def learned_ranks(self, numbers: Numbers) -> Ranks:
-        """`ranks`, whatever the caller expects."""
+        """Return `ranks` without regard to prefetched keys."""
         if self.trusted:
             following = self.history.next_places()
             ranks = following[numbers]
@@ -291,7 +297,7 @@ class LearnedOrder:
         return ranks
 
     def farther(self, ranks: Ranks, times: float) -> Ranks:
-        """The ranks of keys that are used so many times as far ahead."""
+        """Return the ranks of keys that are used `times` times as far ahead."""
         if self.trusted:
             place = self.history.place
             farther = place + times * (ranks - place)
@@ -300,21 +306,25 @@ class LearnedOrder:
         return np.where(ranks < SOON / 2, SOON + times * (ranks - SOON), farther)
 
     def upcoming(self, count: int) -> Iterator[str]:
-        """The keys that the caller named, and then at most `count` others, soonest first."""
+        """Yield the prefetched keys and then at most `count` expected ones, soonest first."""
         for number in self.ahead(count).tolist():
             yield self.known.keys[number]
 
     def ahead(self, count: int) -> Numbers:
-        """`upcoming` as numbers."""
+        """Return `upcoming` as numbers."""
         learned = self.learned(count)
-        return np.concatenate([self.known.named(), learned]) if self.known.expected else learned
+        return (
+            np.concatenate([self.known.prefetched_numbers(), learned])
+            if self.known.prefetched
+            else learned
+        )
 
     def learned(self, count: int) -> Numbers:
-        """The numbers of the uses that are expected, so many at most, soonest first."""
+        """Return the numbers of the expected uses, at most `count`, soonest first."""
         if self.trusted:
             return self.history.following(count)
         if not self.learning:
-            return _NOBODY
+            return _NO_USES
         known = self.known
         if self._hints[0] != known.registrations:
             following = islice(known.registered.after(self.latest), HINTS)
@@ -323,9 +333,9 @@ class LearnedOrder:
         return self._hints[1][:count]
 
     def streams(self, count: int) -> Sequence[tuple[int, Numbers]]:
-        """One, of all uses."""
+        """Return one stream of all uses."""
         return [(0, self.learned(count))]
 
     def spared(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
-        """Nothing: there is nobody to share with."""
+        """Return an empty mask: there are no other streams."""
         return np.zeros(len(self.history.last), dtype=np.bool_)

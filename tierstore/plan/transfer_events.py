@@ -1,4 +1,4 @@
-"""What becomes of instructions, and how long it took."""
+"""Events about transfers: their ends, failures and times."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierstore.plan.requests import Requests
 
 @dataclass(eq=False, slots=True)
 class TransferEvents:
-    """Handles the ends of copies, and measurements."""
+    """Handles the ends of transfers, and measurements."""
 
     _copies: CopyTable
     _requests: Requests
@@ -42,7 +42,7 @@ class TransferEvents:
     def failed(self, event: events.Failed) -> bool:
         group = self._copies.groups[event.group]
         self._copies.end(group, event.src, event.dst, timed=True, counts=False)
-        self._copies.release_room(group, event.dst)
+        self._copies.release_space(group, event.dst)
         self._movement.look_ahead = True
         if event.dst < event.src:
             group.error = event.error
@@ -53,7 +53,7 @@ class TransferEvents:
         return True
 
     def _fail_save(self, group: GroupRecord, src: Tier, error: BaseException) -> None:
-        """The copy on `src` stays; whoever waits for the save, or for its room, is told why."""
+        """Keep the copy on `src`, and fail the requests that wait for the save or its space."""
         group.copies[src].unwanted = False
         waiting = self._requests.unmet()
         if group in self._requests.saves:

@@ -1,4 +1,4 @@
-"""The latest uses of a schedule's keys, and what they foretell."""
+"""The latest uses of a schedule's keys, and the uses expected from them."""
 
 from __future__ import annotations
 
@@ -11,59 +11,59 @@ Ranks = npt.NDArray[np.float64]
 
 
 class UseHistory:
-    """The latest uses, by the numbers of the keys, and the place in them that matches the present.
+    """The latest uses, by number of the key, and the `place` in them that matches the present.
 
-    What followed that place is expected again. A `rival` is an older place that fits as well. Both
-    are negative where nothing matches. `last` is by number the last place of a key, negative if
-    there is none.
+    The uses that followed that place are expected again. `rival` is an older place that matches as
+    well. Both are negative if nothing matches. `last` has the last place of each number, negative
+    if there is none.
     """
 
-    def __init__(self, room: int) -> None:
+    def __init__(self, size: int) -> None:
         self.length = 0
         self.place = self.rival = NOWHERE
-        self.last = np.full(room, NOWHERE)
+        self.last = np.full(size, NOWHERE)
         self._uses: Numbers = np.zeros(0, dtype=np.int64)
         self._following = self._uses  # place -> where its key comes next
         self._next: Ranks | None = None  # by number, the next place ahead; made on demand
 
-    def make_room(self) -> None:
-        """For twice as many numbers."""
+    def grow(self) -> None:
+        """Double the number of keys."""
         self.last = np.append(self.last, np.full(len(self.last), NOWHERE))
         self._next = None
 
     @property
     def full(self) -> bool:
-        """Whether there is no room for another use."""
+        """True if there is no space for another use."""
         return self.length == len(self._uses)
 
-    def forget_the_oldest(self, kept: int) -> None:
-        """Make room for as many uses as are `kept`, the newest."""
-        gone = max(self.length - kept, 0)
+    def drop_oldest(self, kept: int) -> None:
+        """Keep the newest `kept` uses, and make space for as many more."""
+        dropped = max(self.length - kept, 0)
         uses, following = np.zeros((2, 2 * kept), dtype=np.int64)
-        self.length -= gone
-        uses[: self.length] = self._uses[gone:]
-        following[: self.length] = self._following[gone:] - gone
+        self.length -= dropped
+        uses[: self.length] = self._uses[dropped:]
+        following[: self.length] = self._following[dropped:] - dropped
         self._uses, self._following = uses, following
-        self.last -= gone
-        self.place -= gone
-        self.rival -= gone
+        self.last -= dropped
+        self.place -= dropped
+        self.rival -= dropped
         self._next = None
 
-    def foretells(self, place: int, number: int) -> bool:
-        """Whether the place is one, and a use of `number` followed it."""
+    def expects(self, place: int, number: int) -> bool:
+        """Return whether `place` is valid and a use of `number` followed it."""
         return place >= 0 and self._uses.item(place + 1) == number
 
     def add(self, number: int) -> bool:
-        """A use. Returns whether the places foretell other uses than they did before it."""
-        foreseen, both = self.foretells(self.place, number), self.foretells(self.rival, number)
-        changed = not foreseen or (self.rival >= 0 and not both)
+        """Append a use. Returns whether the expected uses have changed."""
+        is_expected, both = self.expects(self.place, number), self.expects(self.rival, number)
+        changed = not is_expected or (self.rival >= 0 and not both)
         before, here = self.last.item(number), self.length
         if before >= 0:
             self._following[before] = here
         self._uses[here] = number
         self.last[number] = here
         self.length += 1
-        if foreseen:
+        if is_expected:
             self.place += 1
             self.rival = self.rival + 1 if both else NOWHERE
         elif before >= 0:
@@ -77,14 +77,16 @@ class UseHistory:
         return changed
 
     def _place_again(self) -> int:
-        """The place of the next use of the key in use."""
+        """Return the place at which the key just used is expected next."""
         place, rival = self.place, self.rival
         again = self._following.item(place)
         return again if rival < 0 else min(again, self._following.item(rival) + place - rival)
 
     def next_places(self) -> Ranks:
-        """For every number, the place of its next use in the history that repeats itself: seen from
-        the place that matches, or from the rival, whichever is sooner; infinity for never."""
+        """Return the place of each number's next expected use; infinity for never.
+
+        Uses after the matching place and after the rival are considered; the sooner one counts.
+        """
         if self._next is None:
             self._next = self._places_after(self.place)
             if self.rival >= 0:
@@ -100,5 +102,5 @@ class UseHistory:
         return found
 
     def following(self, count: int) -> Numbers:
-        """The numbers of the uses that are expected, so many at most."""
+        """Return the numbers of the next expected uses, at most `count`."""
         return self._uses[self.place + 1 : min(self.place + 1 + count, self.length)]

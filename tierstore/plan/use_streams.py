@@ -1,35 +1,34 @@
-"""The orders in which groups are used, one for each stream of uses, and one ranking for all.
+"""The orders in which groups are used, one for each stream of uses, and a ranking over all.
 
-Where several threads (or workers) use groups at the same time, the uses of each repeat themselves.
-One after the other as they happen to come, they do not. So each stream of uses is learned by
-itself, with the seconds that pass from one use to the next. The next use of a group is the earliest
-of all streams, in seconds.
+If several threads (or workers) use groups at the same time, the uses of each repeat, but their
+interleaving does not. So each stream of uses is learned separately, with the seconds between its
+uses. The next use of a group is the earliest over all streams, in seconds.
 
-A stream is no thread. One thread that runs several models in turn makes one stream; so do two
-threads that take turns, and so do ever new threads of a pool. Only uses beside each other have
-streams of their own. So a stream has a *user*, and goes from one to another:
+A stream is not a thread. One thread that runs several models in turn makes one stream; so do two
+threads that take turns, and so do short-lived threads of a pool. Only concurrent uses have separate
+streams. So a stream has a *user*, and passes from one user to another:
 
-  - A use that the user's own stream did not foresee, and that an idle stream did, goes on with that
-    stream: whoever ran the model before, what was learned of it is there.
-  - A user without a stream goes on with an idle one, best with one that knows the group.
-  - Where no stream is idle, a new one begins. It knows all that was learned by the latest stream
-    that knows the group, and so is at once in the middle of that order.
+  - A use that the user's own stream did not expect, but an idle stream did, continues that stream:
+    the order of a model stays known whichever thread runs it.
+  - A user without a stream continues an idle one, preferably one that knows the group.
+  - If no stream is idle, a new one begins. It copies what was learned by the latest stream that
+    knows the group, and so starts in the middle of that order.
 
-A stream is idle while the group that it used last is lent to nobody, and nobody waits for the one
-that its user asked for last. That is not enough where leases are short, and two users compute
-between them: then one stream would go to and fro, and foresee nothing. A stream that does is
-*contested*, and stays with its user until it stops.
+A stream is idle if its latest group is not leased, and no caller waits for the group that its user
+requested last. That test is too weak if leases are short, and two users compute between them: then
+one stream would alternate between both and predict nothing. Such a stream is *contested*, and stays
+with its user until it stops.
 
-A stream stops when it is late by a pass over what it uses. Then it has no part in anything, until
-its user goes on. If one stream is left, ranks and hints are those of its order, as if there had
-never been another. A stream is forgotten when the others have made as many uses as one remembers.
+A stream stops when it is late by a pass over its groups. Then it is ignored until its user
+continues. If only one stream is left, ranks and hints are those of its order, as if there had never
+been another. A stream is forgotten when the others have made as many uses as one remembers.
 
-To give up what is used last (Belady, 1966) misses the least in all. But what a slow stream has just
-read is used later than anything of a fast one, so that it would always be given up first, and the
-slow stream would read everything again in each pass. So of all streams, the one that has the most
-in memory gives up first, and of that, what is used last. What several streams use counts for each
-in part, and is not given up for one of them that has the most. A stream that needs less than its
-share never has the most: what it leaves is for the others.
+Evicting the group with the farthest next use (Belady, 1966) minimizes the total of misses. But the
+groups that a slow stream has just read are used later than all of a fast one's, so they would
+always be evicted first, and the slow stream would read everything again in each pass. So the stream
+with the most bytes in memory is evicted from first, and of its groups, the one used last. The bytes
+of a group that several streams use are divided among them, and the group is not evicted on account
+of one of them. A stream that needs less than its share never has the most: the others get the rest.
 """
 
 from __future__ import annotations
@@ -46,34 +45,38 @@ from tierstore.plan.schedule import MEMORY, LearnedOrder
 from tierstore.plan.use_history import Ranks
 
 TIMED = 16
-"""Uses that are timed together: several may follow each other at once, who looks ahead of them."""
+"""Uses that are timed together: a caller that looks ahead makes several at once."""
 PAUSE = 4.0
-"""How many times as long as expected these uses may take at most: more of it was a pause."""
+"""Factor of the expected time beyond which such uses count as interrupted by a pause."""
 WEIGHT = 0.25
-"""How much the latest of these times count."""
+"""Weight of the latest of these times in the average."""
 MOST = 64
-"""Streams that there may be. More users share them, as if they took turns."""
+"""Maximum number of streams. More users share them, as if they took turns."""
 EVEN = 0.96
-"""Streams that have at least this part of what one of them has in memory share evenly: of what they
-have, what is used last goes, whosever it is."""
-SHORT = 4
-"""A turn of fewer uses than this is short."""
-CONTESTED = 6
-"""Surprises from which on a stream is contested. Each short turn after which a use was not foreseen
-counts twice, and each longer turn takes one away."""
+"""Fraction of the largest share from which on streams count as even.
 
-_NOBODY: Numbers = np.zeros(0, dtype=np.int64)
+Of the groups of even streams, the one used last is evicted, whichever stream uses it.
+"""
+SHORT = 4
+"""Uses below which a turn is short."""
+CONTESTED = 6
+"""Surprises from which on a stream is contested.
+
+A short turn followed by an unexpected use adds two; a longer turn subtracts one.
+"""
+
+_NO_USES: Numbers = np.zeros(0, dtype=np.int64)
 _EXPECTED = 1e11
-"""Seconds above all that are ever expected."""
+"""Seconds beyond every expected use."""
 
 Mask = npt.NDArray[np.bool_]
 
 
 class UseStream:
-    """The order of one stream, and its pace. It began at `now`, in seconds, as all times are.
+    """The order of one stream, and its pace. It began at `now`; all times are in seconds.
 
-    Its user has `asked` for a key. `place` is its own among all streams.
-    `latest` is the time of the latest use, `used_at` its number among the uses of all streams.
+    `asked` is the key that its user has requested. `place` identifies it among all streams.
+    `latest` is the time of its latest use, `used_at` the number of that among all streams' uses.
     """
 
     def __init__(self, order: LearnedOrder, now: float, place: int = 0) -> None:
@@ -83,23 +86,23 @@ class UseStream:
         self.latest = now
         self.used_at = 0
         self.surprises = 0
-        self.turn = 0  # uses since it has this user
+        self.turn = 0  # uses by its current user
         self.seconds_per_use = 0.0
         self._timed_from = now
         self._uses = 0
-        self._in_time: tuple[int, Ranks] | None = None  # what `times` tells while it is not late
+        self._in_time: tuple[int, Ranks] | None = None  # result of `times` while it is not late
 
     def use(self, key: str, now: float) -> None:
-        """The group of this key is used."""
+        """Note a use of `key` at `now`."""
         again = key == self.order.latest
         self.order.advance_past(key)
         self._used(now)
         if not again:
             self._time(now)
 
-    def use_out_of_order(self, key: str, now: float) -> None:
-        """The same, of a group that data choose, or of which no order is learned."""
-        self.order.come(key)
+    def use_unordered(self, key: str, now: float) -> None:
+        """Note a use of a group that is routed, or of which no order is learned."""
+        self.order.note_unordered_use(key)
         self._used(now)
 
     def _used(self, now: float) -> None:
@@ -107,7 +110,7 @@ class UseStream:
         self.latest, self._in_time = now, None
 
     def _time(self, now: float) -> None:
-        """A use at `now`, and not of the same group as the one before it."""
+        """Update the pace with a use at `now` of a different group than the previous one."""
         self._uses += 1
         spent = now - self._timed_from
         if self._uses <= TIMED + 1:
@@ -120,17 +123,19 @@ class UseStream:
             self._timed_from = now
 
     def knows(self, key: str) -> bool:
-        """Whether it has used this key."""
+        """Return whether it remembers a use of this key."""
         number = self.order.known.numbers.get(key)
         return number is not None and self.order.remembers(number)
 
     def late(self, now: float) -> float:
-        """The seconds by which its next use is late."""
+        """Return the seconds by which its next use is late."""
         return max(now - self.latest - self.seconds_per_use, 0.0)
 
     def stopped(self, now: float, others: int) -> bool:
-        """Whether it is late by more than a pass over what it uses; or, if its pace is not known,
-        whether the `others` have made more uses than two passes of it."""
+        """Return whether it is late by more than a pass over its groups.
+
+        If its pace is unknown: whether the `others` have made more uses than two of its passes.
+        """
         pace = self.seconds_per_use if self._uses > 1 else 0.0
         late = self.late(now) if pace else others
         if not late or (not pace and others <= TIMED):
@@ -139,11 +144,13 @@ class UseStream:
         return late > groups * (pace or 2)
 
     def times(self, now: float) -> Ranks:
-        """By number, when each group is used next; infinity: nobody knows. What is late is expected
-        after as long as it is late by now."""
+        """Return the time of each number's next use; infinity: unknown.
+
+        If the stream is late by some seconds, its next use is expected that many from now.
+        """
         as_of = self.order.known.renumbered
         if self._in_time is None or self._in_time[0] != as_of:
-            # Of one that was never timed, all uses are at hand, but for those that never come.
+            # Without a pace, all expected uses count as imminent.
             with np.errstate(over="ignore"):  # to infinity: it never comes
                 times = self.latest + max(self.seconds_per_use, 1e-9) * self._waits()
             self._in_time = as_of, times
@@ -151,9 +158,11 @@ class UseStream:
         return times + 2 * late if late else times
 
     def _waits(self) -> Ranks:
-        """By number, after how many uses each is used next. Where no order is known, that is told
-        by access rates: in the first pass, a group comes again after a pass that is as long as what
-        was seen of it, or a little longer."""
+        """Return the number of uses until each number is used next.
+
+        If no order is known, this is derived from access rates: in the first pass, a group comes
+        again after a pass as long as the part seen so far, or a little longer.
+        """
         order = self.order
         numbers = np.arange(len(order.history.last))
         if order.trusted:
@@ -165,11 +174,11 @@ class UseStream:
 
 
 class UseStreams:
-    """A schedule of several streams. Each remembers the latest uses, `memory` or more.
+    """A schedule of several streams, each of which remembers its latest `memory` uses or more.
 
-    `clock` tells the seconds. `in_use` tells whether the group of a number is lent, or somebody
-    waits for it; `nbytes`, by number, the bytes of groups. If it does not `foretell`, nothing is
-    fetched early by it: then users ask for groups early.
+    `clock` returns the time in seconds. `in_use` returns whether the group of a number is leased or
+    waited for; `nbytes` returns the bytes of all groups, by number. With `prefetch` False, it
+    expects no uses, so nothing is prefetched: then users prefetch groups themselves.
     """
 
     def __init__(
@@ -179,14 +188,14 @@ class UseStreams:
         nbytes: Callable[[], Numbers],
         *,
         memory: int = MEMORY,
-        foretell: bool = True,
+        prefetch: bool = True,
     ) -> None:
         self._clock = clock
-        self._is_lent = in_use
+        self._in_use = in_use
         self._nbytes = nbytes
         self._memory = memory
-        self._foretell = foretell
-        self.known = KnownKeys(takes_hints=foretell)
+        self._prefetches = prefetch
+        self.known = KnownKeys(takes_hints=prefetch)
         self._streams: list[UseStream] = []
         self._users: dict[int, UseStream] = {}
         self._uses = 0
@@ -196,7 +205,7 @@ class UseStreams:
     # Which streams there are -------------------------------------------------------------------
 
     def ask(self, key: str, stream: int = 0) -> int:
-        """Note that a user is about to use `key`. Returns the place of its stream."""
+        """Note that a user requests `key`. Returns the place of its stream."""
         one = self._users.get(stream)
         if one is None or len(self._streams) > 1:
             one = self._of(key, stream)
@@ -204,7 +213,7 @@ class UseStreams:
         return one.place
 
     def advance_past(self, key: str, stream: int = 0) -> int:
-        """Note that `key` has just been used, by this user."""
+        """Note that a user has just used `key`. Returns the place of its stream."""
         one = self._users.get(stream)
         if one is None or len(self._streams) > 1:
             one = self._of(key, stream)
@@ -212,10 +221,10 @@ class UseStreams:
         one.use(key, self._clock())
         return self._note(one)
 
-    def come(self, key: str, stream: int = 0) -> int:
-        """Note a use of which no order is learned."""
+    def note_unordered_use(self, key: str, stream: int = 0) -> int:
+        """Note a use that has no place in an order. Returns the place of the user's stream."""
         one = self._users.get(stream) or self._newest()
-        one.use_out_of_order(key, self._clock())
+        one.use_unordered(key, self._clock())
         return self._note(one)
 
     def _note(self, one: UseStream) -> int:
@@ -225,20 +234,20 @@ class UseStreams:
         return one.place
 
     def end(self, stream: int) -> None:
-        """A user is gone, and what was learned of its uses is of no use any more."""
+        """Forget the stream of a user that has ended."""
         one = self._users.get(stream)
         if one is not None:
             self._drop(one)
 
     def _of(self, key: str, user: int) -> UseStream:
-        """The stream with which a user goes on, who uses this key."""
+        """Return the stream that a user continues by using this key."""
         own = self._users.get(user)
-        if own is not None and own.order.foresees(key):
+        if own is not None and own.order.expects(key):
             return own
         idle = [one for one in self._streams if one is not own and self._is_idle(one)]
-        foreseen = next((one for one in idle if one.order.foresees(key)), None)
-        if foreseen is not None:
-            return self._hand_over(foreseen, user, own, surprised=False)
+        expecting = next((one for one in idle if one.order.expects(key)), None)
+        if expecting is not None:
+            return self._hand_over(expecting, user, own, surprised=False)
         if own is not None:
             return own
         if idle:
@@ -249,14 +258,14 @@ class UseStreams:
     def _is_idle(self, one: UseStream) -> bool:
         numbers = self.known.numbers
         for key in (one.asked, one.order.latest):
-            if key in numbers and self._is_lent(numbers[key]):
+            if key in numbers and self._in_use(numbers[key]):
                 return False
         return one.surprises < CONTESTED or one.stopped(self._clock(), self._uses - one.used_at)
 
     def _hand_over(
         self, one: UseStream, user: int, own: UseStream | None, *, surprised: bool
     ) -> UseStream:
-        """A user goes on with a stream that was another's, or nobody's, and leaves its `own`."""
+        """Make `one` the stream of `user`, taking it from another user and dropping its `own`."""
         if one.stopped(self._clock(), self._uses - one.used_at):
             one.surprises = 0
         elif one.turn >= SHORT:
@@ -269,8 +278,7 @@ class UseStreams:
         return one
 
     def _begin(self, key: str, user: int) -> UseStream:
-        """A new stream, as none is idle. It begins with what was learned by the latest one that
-        knows the key."""
+        """Begin a stream, with a copy of what the latest stream that knows the key has learned."""
         for one in list(self._streams):
             if self._uses - one.used_at > self._memory:
                 self._drop(one)
@@ -293,77 +301,77 @@ class UseStreams:
     def _drop(self, one: UseStream) -> None:
         self._streams.remove(one)
         self._users = {user: s for user, s in self._users.items() if s is not one}
-        one.order.end_all()
+        one.order.detach()
         self._seen = self._soonest = None
 
     def _newest(self) -> UseStream:
-        """The stream of the latest use."""
+        """Return the stream of the latest use."""
         if not self._streams:
             return self._begin("", 0)
         return max(self._streams, key=lambda one: one.used_at)
 
-    def _going(self) -> list[UseStream]:
-        """The streams that go on now; if none does, the one of the latest use."""
+    def _active(self) -> list[UseStream]:
+        """Return the active streams; if there is none, the one of the latest use."""
         now = self._clock()
         if self._seen is None or self._seen[0] != now:
-            going = self._streams
-            if len(going) > 1:
-                going = [s for s in going if not s.stopped(now, self._uses - s.used_at)]
-            self._seen = now, going or [self._newest()]
+            active = self._streams
+            if len(active) > 1:
+                active = [s for s in active if not s.stopped(now, self._uses - s.used_at)]
+            self._seen = now, active or [self._newest()]
         return self._seen[1]
 
     @property
     def several(self) -> bool:
-        """Whether several streams go on."""
-        return len(self._streams) > 1 and len(self._going()) > 1
+        """True if several streams are active."""
+        return len(self._streams) > 1 and len(self._active()) > 1
 
     @property
     def place(self) -> int:
-        """The place of the only stream that goes on."""
+        """The place of the only active stream."""
         return self._first.place
 
     @property
     def _first(self) -> UseStream:
-        """The only stream that goes on, or one of several."""
-        return self._streams[0] if len(self._streams) == 1 else self._going()[0]
+        """The only active stream, or one of several."""
+        return self._streams[0] if len(self._streams) == 1 else self._active()[0]
 
     def _only(self) -> LearnedOrder | None:
-        """The order of the only stream that goes on; None if there are several."""
-        if len(self._streams) == 1:  # as it is nearly always: then nobody has stopped
+        """Return the order of the only active stream; None if there are several."""
+        if len(self._streams) == 1:  # the usual case: it counts even if it has stopped
             return self._streams[0].order
-        going = self._going()
-        return going[0].order if len(going) == 1 else None
+        active = self._active()
+        return active[0].order if len(active) == 1 else None
 
     # Predicting --------------------------------------------------------------------------------
 
     @property
     def learning(self) -> bool:
-        """Whether nothing has been seen twice yet: there are hints, and no ranks."""
-        if not self._foretell:
+        """True until a use has repeated: keys are expected by registration, and have no ranks."""
+        if not self._prefetches:
             return False
         only = self._only()
-        return all(s.order.learning for s in self._going()) if only is None else only.learning
+        return all(s.order.learning for s in self._active()) if only is None else only.learning
 
     @property
     def epoch(self) -> object:
-        """Another one when ranks have changed, but not for the key that was just used alone."""
+        """A value that changes with the ranks, unless only the key just used changed its rank."""
         order = self._first.order
         return id(order), order.epoch
 
     @property
     def routed(self) -> RoutedUses:
-        """The uses of keys that data choose, of the stream that goes on."""
+        """The uses of routed keys, relative to the active stream."""
         return self._first.order.routed
 
     def ranks(self, numbers: Numbers) -> Ranks:
-        """For each number, when it is used next; infinity: not expected."""
+        """Return the rank of each number: when it is used next; infinity: not expected."""
         only = self._only()
         if only is not None:
             return only.ranks(numbers)
-        return self.known.sooner(numbers, self._look()[0][numbers])
+        return self.known.sooner(numbers, self._next_uses()[0][numbers])
 
     def farther(self, ranks: Ranks, times: float) -> Ranks:
-        """The ranks of keys that are used so many times as far ahead."""
+        """Return the ranks of keys that are used `times` times as far ahead."""
         only = self._only()
         if only is not None:
             return only.farther(ranks, times)
@@ -372,28 +380,31 @@ class UseStreams:
         return np.where(ranks < SOON / 2, SOON + times * (ranks - SOON), farther)
 
     def ahead(self, count: int) -> Numbers:
-        """The numbers of what the caller named, and of `count` others at most. Of several streams,
-        those of one come after those of another: see `streams`."""
-        if not self._foretell:
-            return _NOBODY
+        """Return the prefetched numbers, and then at most `count` expected ones of each stream.
+
+        Those of several streams are concatenated: see `streams`.
+        """
+        if not self._prefetches:
+            return _NO_USES
         only = self._only()
         if only is not None:
             return only.ahead(count)
         return np.concatenate(
-            [self.known.named(), *(numbers for _, numbers in self.streams(count))]
+            [self.known.prefetched_numbers(), *(numbers for _, numbers in self.streams(count))]
         )
 
     def streams(self, count: int) -> Sequence[tuple[int, Numbers]]:
-        """For each stream that goes on, its place, and the numbers of the uses that it foretells,
-        so many at most."""
-        if not self._foretell:
+        """Return the place of each active stream, and its next uses, at most `count`."""
+        if not self._prefetches:
             return []
-        return [(one.place, one.order.learned(count)) for one in self._going()]
+        return [(one.place, one.order.learned(count)) for one in self._active()]
 
     def spared(self, numbers: Numbers) -> Mask:
-        """By number, what a stream expects that does not have the most bytes in memory, if these
-        numbers are in memory."""
-        expect = self._look()[1]
+        """Return a mask, by number, of the keys that streams with a smaller share expect.
+
+        `numbers` are in memory. A stream with a smaller share has fewer bytes there than another.
+        """
+        expect = self._next_uses()[1]
         held = np.zeros(expect.shape[1])
         held[numbers] = self._nbytes()[numbers]
         shares = expect @ (held / np.maximum(expect.sum(axis=0), 1))
@@ -401,12 +412,11 @@ class UseStreams:
         spared: Mask = expect[spares].any(axis=0)
         return spared
 
-    def _look(self) -> tuple[Ranks, npt.NDArray[np.float64]]:
-        """By number, when each group is used next; and by stream and number, 1 if the stream
-        expects it, else 0."""
+    def _next_uses(self) -> tuple[Ranks, npt.NDArray[np.float64]]:
+        """Return the time of each number's next use; and by stream and number, 1 if expected."""
         now = self._clock()
         as_of = now, self.known.renumbered, self.known.epoch
         if self._soonest is None or self._soonest[0] != as_of:
-            times = np.stack([one.times(now) for one in self._going()])
+            times = np.stack([one.times(now) for one in self._active()])
             self._soonest = as_of, times.min(axis=0), (times < _EXPECTED).astype(np.float64)
         return self._soonest[1:]

@@ -1,1 +1,1 @@
-"""`tierstore-serve`: one process that serves the groups of all others on the machine."""
+"""`tierstore-serve`: one process that holds the groups of all workers on the machine."""

@@ -1,11 +1,11 @@
-"""How many bytes each worker may lease at once.
+"""Divides the arena's budget into allowances: bytes that each worker may lease at once.
 
-A worker keeps what it leases for as long as its own plan wants it; what is leased cannot make room
-for others. So it may lease an equal share: as much as a store of its own would have of the same
-memory, for what stays and for what it fetches ahead. Where everything that is registered fits into
-the budget, there is nothing to share out. No share is smaller than two groups of the worker's
-largest size, the one in use and the next: where there are too many workers for that, they give back
-what they do not use as soon as somebody waits for room.
+A worker keeps its leases for as long as its own plan needs them, and leased groups cannot be
+evicted for others. It therefore gets an equal share: as much memory as a private store would have
+for resident and prefetched groups. Where all registered groups fit into the budget, each worker may
+lease all of it. No share is smaller than two groups of the worker's largest size, the one in use
+and the next. If there are too many workers for that, they release leases that are not in use as
+soon as another worker waits for memory.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 GROUPS = 2
-"""Groups of its largest size that a worker may lease, however many workers there are."""
+"""Groups of its largest size that a worker may lease, whatever the number of workers."""
 
 
 def allowances(budget: int, registered: int, largest: Mapping[int, int]) -> dict[int, int]:
-    """Bytes for each worker, by its number: `largest` has the bytes of its largest group.
+    """Return the allowance in bytes of each worker, by its number.
 
-    `budget` is that of the arena, `registered` the bytes of all groups that workers have.
+    `largest` has the bytes of each worker's largest group, `budget` is the arena's, and
+    `registered` the bytes of all groups that workers have registered.
 
     >>> allowances(100, 80, {1: 10, 2: 10})
     {1: 100, 2: 100}

@@ -1,4 +1,4 @@
-"""`tierstore-serve`: serves one directory to all processes of the same user on this machine."""
+"""`tierstore-serve`: serves one directory to all processes of one user on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tierstore.service import sockets
 log = logging.getLogger("tierstore.service")
 
 DEADLINE = 10.0
-"""Seconds for workers to give leases back once the service is to end."""
+"""Seconds that workers have to release leases when the service ends."""
 
 
 @click.command(
@@ -32,9 +32,9 @@ DEADLINE = 10.0
 )
 @click.argument("directory", metavar="DIR", type=click.Path(file_okay=False, readable=False))
 @click.option(
-    "--ram", required=True, help="Host memory: 200GB, 50%, or auto (half of what is free)."
+    "--ram", required=True, help="Host memory: 200GB, 50%, or auto (half of the free memory)."
 )
-@click.option("--disk", default=None, help="What may be written to DIR. Left out: no limit.")
+@click.option("--disk", default=None, help="Limit of bytes written to DIR (default: none).")
 @click.option(
     "--socket",
     "path",
@@ -43,7 +43,12 @@ DEADLINE = 10.0
     help="Unix socket path (default: derived from DIR).",
 )
 @click.option("--metrics", type=int, default=None, help="Serve Prometheus metrics on this port.")
-@click.option("--deadline", default=DEADLINE, show_default=True, help="Seconds to end in.")
+@click.option(
+    "--deadline",
+    default=DEADLINE,
+    show_default=True,
+    help="Seconds that workers have to release leases when the service ends.",
+)
 def serve(
     directory: str,
     ram: str,
@@ -54,8 +59,8 @@ def serve(
 ) -> None:
     """Serve the weights of all processes of one user on this machine, from one host memory.
 
-    Workers connect with TierStore.connect(SOCKET). Stays in the foreground; SIGTERM or Ctrl-C ends
-    it. It answers as soon as its libraries are loaded; who connects before that waits.
+    Workers connect with TierStore.connect(SOCKET). Runs in the foreground until SIGTERM or Ctrl-C.
+    Answers as soon as its libraries are loaded; earlier connections wait.
     """
     began = time.monotonic()
     logging.basicConfig(
@@ -75,11 +80,11 @@ def serve(
         raise click.ClickException(str(error)) from error
     finally:
         listening.close()
-        sockets.remove(path, made)  # where the next service may listen already
+        sockets.remove(path, made)  # unless the next service already listens there
 
 
 def _raise_limit_of_files() -> None:
-    """Workers pass the descriptors of their files: as many as the system allows."""
+    """Raise the descriptor limit to the system's maximum: workers pass open files."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -91,7 +96,7 @@ async def _serve(
     path: str,
     began: float,
 ) -> None:
-    # Here, as it takes seconds: until then, who connects waits in the socket's queue.
+    # Imported here because it takes seconds: clients wait in the socket's queue meanwhile.
     with extra_for("to serve"):
         from tierstore.engine.settings import ram_bytes
         from tierstore.model.sizes import PAGE
@@ -105,14 +110,14 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.stop)
     if metrics is not None:
-        with extra_for("--metrics"):
+        with extra_for("for --metrics"):
             from tierstore.service.metrics import serve_metrics
 
         serve_metrics(server, metrics)
     log.info("ready after %.1f s: %s bytes of memory", time.monotonic() - began, f"{budget:,}")
     try:
         await server.run()
-        log.info("ending: %d workers", len(server.connections))
+        log.info("stopping, %d workers connected", len(server.connections))
     finally:
         await server.end(deadline)
-    log.info("ended")
+    log.info("stopped")

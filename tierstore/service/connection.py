@@ -1,10 +1,12 @@
-"""One worker of a service: what it has sent, registered, leased, and waits for.
+"""One worker of a service: its messages, registered groups, leases and pending requests.
 
-Everything here happens on the thread of the event loop, which never waits: neither for a worker
-that does not read (what it should read is kept, up to a limit; then it is let go), nor for a disk,
-nor for the file system of what a worker passes (see `FileThread`).
-A worker that talks nonsense is let go, with what it had. But what it has leased, it may still be
-looking at, and is not told that it must not: that comes back when it hangs up, or its process ends.
+Everything here runs on the event loop's thread, which never blocks: neither on a worker that does
+not read (its messages are buffered, up to a limit, then it is disconnected), nor on a disk, nor on
+the file system of a file that a worker passes (see `FileThread`).
+
+A worker that violates the protocol receives an error and is disconnected. It may still read its
+leased memory, since a mapping cannot be revoked: the leases are released when it hangs up or
+its process ends.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from tierstore.service.shared_groups import ServedGroup
 from tierstore.service.uploads import Upload
 from tierstore.system.file_table import HeldFile
 from tierstore.wire import messages
-from tierstore.wire.framing import Incoming, NonsenseError, Outgoing
+from tierstore.wire.framing import Incoming, Outgoing, ProtocolError
 
 if TYPE_CHECKING:
     from tierstore.service.server import Server
@@ -39,17 +41,17 @@ if TYPE_CHECKING:
 log = logging.getLogger("tierstore.service")
 
 READ_AT_ONCE = 65536
-UNREAD = 4 << 20
-"""Bytes that wait for a worker to read them, at most."""
+MAX_UNREAD_BYTES = 4 << 20
+"""Maximum bytes that are buffered for a worker."""
 
-OUTSTANDING = 4096
-"""Leases that a worker may have and wait for, together."""
+MAX_LEASES = 4096
+"""Maximum number of leases and lease requests of a worker."""
 
-GROUPS = 1 << 17
-"""Groups that a worker may have registered."""
+MAX_GROUPS = 1 << 17
+"""Maximum number of groups that a worker may register."""
 
 LONGEST_NAME = 200
-"""Characters of a worker's name that are kept: those of all workers fit into one report."""
+"""Characters of a worker's name that are kept: all names must fit into one report."""
 
 CLOSED = "it closed the connection"
 
@@ -58,17 +60,17 @@ OBJECT_KEY = re.compile(r"(weights|casts)/[0-9a-f]{32}")
 
 @dataclass(eq=False)
 class Granted:
-    """A lease that a worker has, since when (seconds of `time.monotonic`)."""
+    """A lease of a worker, and when it was granted (seconds of `time.monotonic`)."""
 
     lease: Lease
     nbytes: int
     since: float
-    named: bool = False  # in the log, for being held while others wait
+    logged: bool = False  # reported as held while others wait
 
 
 @dataclass(eq=False)
 class Waiting:
-    """A lease that a worker waits for."""
+    """A lease request that is pending."""
 
     task: asyncio.Task[None]
     group: ServedGroup
@@ -77,7 +79,7 @@ class Waiting:
 
 @dataclass
 class Counts:
-    """What a worker was granted so far; `hits` were there when it asked."""
+    """Totals of a worker's leases; `hits` were resident when requested."""
 
     granted: int = 0
     hits: int = 0
@@ -86,7 +88,7 @@ class Counts:
 
 @dataclass(eq=False)
 class Connection:
-    """A worker at the other end of `socket`, known by `number`, of the process `pid`."""
+    """The connection of process `pid` at the other end of `socket`, known by `number`."""
 
     server: Server
     socket: socket.socket
@@ -99,11 +101,11 @@ class Connection:
     leases: dict[int, Granted] = field(default_factory=dict)
     waiting: dict[int, Waiting] = field(default_factory=dict)
     counts: Counts = field(default_factory=Counts)
-    let_go: bool = False
+    abandoned: bool = False
     closed: bool = False
-    unfinished: float | None = None  # since when a message has been there in part
+    unfinished: float | None = None  # when the first part of an incomplete message arrived
     visitor: bool = False
-    alarm: asyncio.TimerHandle | None = None  # lets it go if it does not say hello
+    hello_timer: asyncio.TimerHandle | None = None  # disconnects it if no hello arrives
 
     def __post_init__(self) -> None:
         self.socket.setblocking(False)
@@ -114,16 +116,16 @@ class Connection:
         self._unread_bytes = 0
         self.file_thread = FileThread()
         self._files = PassedFiles(self.file_thread)
-        self._times: Counter[int] = Counter()  # how often each group was registered
+        self._times: Counter[int] = Counter()  # registrations of each group
         self._upload: Upload | None = None
-        self.busy = False  # at something that takes long: no other message is looked at
+        self.busy = False  # during `_run_slow`, when no other message is handled
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self.socket, self._readable)
         self._process: int | None = None
-        with contextlib.suppress(OSError):  # in another namespace, it has no number here
+        with contextlib.suppress(OSError):  # in another namespace, it has no pid here
             self._process = os.pidfd_open(self.pid)
-            # Its children may have the socket, too: it is over when the process is.
-            self._loop.add_reader(self._process, lambda: self.close("it ended"))
+            # Children may inherit the socket: the end of the process ends the connection.
+            self._loop.add_reader(self._process, lambda: self.close("its process ended"))
         self._handlers: dict[type, Callable[[Any], None]] = {
             messages.Open: self._open,
             messages.CloseFile: self._files.close,
@@ -151,7 +153,7 @@ class Connection:
         except OSError as error:
             self.close(_reason(error))
             return
-        if self.let_go or not data:
+        if self.abandoned or not data:
             self._files.drop(passed)
             if not data:
                 self.close(CLOSED)
@@ -162,77 +164,77 @@ class Connection:
             self._inbox += self._incoming.feed(data)
             if self.unfinished is None or len(self._inbox) > before:
                 self.unfinished = time.monotonic() if self._incoming.unfinished else None
-        except NonsenseError as error:
+        except ProtocolError as error:
             self.drop(str(error))
             return
-        self._work()
+        self._process_inbox()
 
-    def _work(self) -> None:
-        """Do what the messages that have come ask for, one by one."""
-        with self._failing():
-            while self._inbox and not (self.busy or self.let_go or self.closed):
+    def _process_inbox(self) -> None:
+        """Handle the received messages, one by one."""
+        with self._dropping_on_error():
+            while self._inbox and not (self.busy or self.abandoned or self.closed):
                 message = self._inbox.popleft()
                 if isinstance(message, messages.Hello):
                     self._greet(message)
                     continue
                 if isinstance(message, messages.Status) and not self.name:
-                    self.visitor = True  # no worker: it looks, and goes
+                    self.visitor = True  # queries the status only
                 elif not self.name:
-                    raise NonsenseError(f"it begins with a {type(message).__name__}")
+                    raise ProtocolError(f"its first message is a {type(message).__name__}")
                 self._handlers[type(message)](message)
 
     @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        """Let the worker go if handling its message fails."""
+    def _dropping_on_error(self) -> Iterator[None]:
+        """Disconnect the worker if handling its message fails."""
         try:
             yield
-        except NonsenseError as error:
+        except ProtocolError as error:
             self.drop(str(error))
-        except Exception as error:  # of ours: nobody is to wait for an answer that never comes
+        except Exception as error:  # our bug: the worker must not wait for an answer forever
             log.exception("a message could not be handled")
             self.drop(f"the service failed: {type(error).__name__}: {error}")
 
     def _greet(self, hello: messages.Hello) -> None:
         if self.name:
-            raise NonsenseError("it says hello twice")
+            raise ProtocolError("it sent a second hello")
         if hello.version != messages.VERSION:
             self.drop(
-                f"it speaks version {hello.version}, not {messages.VERSION}: upgrade tierstore"
+                f"its protocol version is {hello.version}, not {messages.VERSION}: upgrade "
+                "tierstore"
             )
             return
         self.name = hello.name[:LONGEST_NAME] or "?"
-        if self.alarm is not None:
-            self.alarm.cancel()
-        self.server.greeted(self)
+        if self.hello_timer is not None:
+            self.hello_timer.cancel()
+        self.server.on_hello(self)
 
-    def drop(self, why: str) -> None:
-        """End the connection of who does what is not allowed, and tell them why."""
-        why = printable(why[:1000])
-        self.send(messages.Refused(why))
-        self.abandon(why)
+    def drop(self, reason: str) -> None:
+        """Send the worker the reason, and end the connection."""
+        reason = printable(reason[:1000])
+        self.send(messages.Refused(reason))
+        self.abandon(reason)
 
-    def abandon(self, why: str) -> None:
-        """Neither listen to the worker any more, nor speak: what it has leased is all that is left
-        until it hangs up."""
-        if self.closed or self.let_go:
+    def abandon(self, reason: str) -> None:
+        """Stop reading and writing. Only the worker's leases stay, until it hangs up."""
+        if self.closed or self.abandoned:
             return
-        self.let_go = True
+        self.abandoned = True
         self.unfinished = None
         self._stop_serving()
         if not self.leases or _has_ended(self.socket):
-            self.close(why)
+            self.close(reason)
             return
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
-        self.server.let_go(self, why)
+        self.server.on_abandoned(self, reason)
 
     # Writing -----------------------------------------------------------------------------------
 
     def send(self, message: messages.Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a message as soon as the worker reads it."""
-        if self.closed or self.let_go:
+        """Send a message as soon as the worker reads."""
+        if self.closed or self.abandoned:
             return
-        data = memoryview(self._outgoing.encoded(message))
+        data = memoryview(self._outgoing.encode(message))
         if not self._unread:
             try:
                 sent = (
@@ -251,8 +253,8 @@ class Connection:
             self._loop.add_writer(self.socket, self._writable)
         self._unread.append(data)
         self._unread_bytes += len(data)
-        if self._unread_bytes > UNREAD:
-            self.abandon(f"it has not read {self._unread_bytes:,} bytes")
+        if self._unread_bytes > MAX_UNREAD_BYTES:
+            self.abandon(f"it did not read {self._unread_bytes:,} buffered bytes")
 
     def _writable(self) -> None:
         try:
@@ -273,56 +275,55 @@ class Connection:
 
     # Work that takes long ----------------------------------------------------------------------
 
-    def _take_time(self, work: Coroutine[Any, Any, None]) -> None:
-        """Await work that another thread does. Until it is done, nothing else that the worker sends
-        is looked at."""
+    def _run_slow(self, work: Coroutine[Any, Any, None]) -> None:
+        """Await work on another thread. The worker's other messages wait until it is done."""
         self.busy = True
         self.unfinished = None
         self._loop.remove_reader(self.socket)
-        self.server.keep(self._loop.create_task(self._awaited(work)))
+        self.server.hold_task(self._loop.create_task(self._awaited(work)))
 
     async def _awaited(self, work: Coroutine[Any, Any, None]) -> None:
-        with self._failing():
+        with self._dropping_on_error():
             await work
         self.busy = False
         if self.closed:
             return
-        if self._incoming.unfinished and not self.let_go:
+        if self._incoming.unfinished and not self.abandoned:
             self.unfinished = time.monotonic()
         self._loop.add_reader(self.socket, self._readable)
-        self._work()
+        self._process_inbox()
 
     def check_connected(self) -> None:
-        """Close a connection that the worker has closed, if nothing is read that would say so."""
+        """Close the connection if the worker has, while nothing is read that would show it."""
         if self.busy and not self.closed and _has_ended(self.socket):
             self.close(CLOSED)
 
     # Files and groups --------------------------------------------------------------------------
 
     def _open(self, message: messages.Open) -> None:
-        self._take_time(self._examine(self._files.open(message)))
+        self._run_slow(self._examine(self._files.open(message)))
 
     async def _examine(self, examined: Future[list[HeldFile]]) -> None:
         files = await asyncio.wrap_future(examined)
-        if not (self.closed or self.let_go):
+        if not (self.closed or self.abandoned):
             self._files.add(files)
 
     def _register(self, message: messages.Register) -> None:
-        if len(self.groups) + len(message.groups) > GROUPS:
-            raise NonsenseError(f"it registers more than {GROUPS:,} groups")
+        if len(self.groups) + len(message.groups) > MAX_GROUPS:
+            raise ProtocolError(f"it registers more than {MAX_GROUPS:,} groups")
         numbers: list[int] = []
         try:
             for row in message.groups:
                 group = self.server.groups.register(row, self._files.files)
                 if group.number in self.groups:
-                    self.server.groups.leave(group)  # this worker counts once
+                    self.server.groups.unregister(group)  # count each worker once
                 self.groups[group.number] = group
                 self._times[group.number] += 1
                 numbers.append(group.number)
         except TierStoreError as error:
             self.send(messages.failure(message.request, error))
             return
-        self.server.share_out()
+        self.server.send_allowances()
         self.send(messages.Registered(message.request, numbers))
 
     def _forget(self, message: messages.Forget) -> None:
@@ -332,24 +333,24 @@ class Connection:
         self._times[message.group] -= 1
         if not self._times[message.group]:
             del self.groups[message.group], self._times[message.group]
-            self.server.groups.leave(group)
-            self.server.share_out_soon()
+            self.server.groups.unregister(group)
+            self.server.send_allowances_soon()
 
     # Leases ------------------------------------------------------------------------------------
 
     def _lease(self, message: messages.Lease) -> None:
         if self.server.stopping:
-            return  # who has leased in advance would do so again; the end of it all is the answer
+            return  # a prefetching worker would ask again; the end of the connection answers it
         request = message.request
         if request in self.leases or request in self.waiting:
-            raise NonsenseError(f"request {request} is under way already")
-        if len(self.leases) + len(self.waiting) >= OUTSTANDING:
-            raise NonsenseError(f"it asks for more than {OUTSTANDING:,} leases at once")
+            raise ProtocolError(f"request number {request} is already in use")
+        if len(self.leases) + len(self.waiting) >= MAX_LEASES:
+            raise ProtocolError(f"it requests more than {MAX_LEASES:,} leases at once")
         group = self.groups.get(message.group)
         if group is None:
-            raise NonsenseError(f"it has no group {message.group}")
+            raise ProtocolError(f"it has not registered group {message.group}")
         try:
-            lease = self.server.leases.try_for(group.key, self.number)
+            lease = self.server.leases.try_acquire_for_worker(group.key, self.number)
         except TierStoreError as error:
             self.send(messages.failure(request, error))
             return
@@ -362,7 +363,7 @@ class Connection:
 
     async def _wait_for(self, request: int, group: ServedGroup) -> None:
         try:
-            lease = await self.server.leases.acquire_for(
+            lease = await self.server.leases.acquire_for_worker(
                 group.key, self.number, self.server.reclaim
             )
         except Exception as error:
@@ -370,7 +371,7 @@ class Connection:
             self.send(messages.failure(request, error))
             return
         self.waiting.pop(request, None)
-        if self.closed or self.let_go:
+        if self.closed or self.abandoned:
             lease.release()
         else:
             self._grant(request, group, lease)
@@ -379,7 +380,7 @@ class Connection:
         self.leases[request] = Granted(lease, group.nbytes, time.monotonic())
         self.counts.granted += 1
         self.counts.granted_bytes += group.nbytes
-        self.server.changed()
+        self.server.record_change()
         offset = self.server.offset_of(lease)
         self.send(messages.Leased(request, offset, group.nbytes))
 
@@ -393,14 +394,14 @@ class Connection:
         granted = self.leases.pop(message.request, None)
         if granted is not None:
             granted.lease.release()
-            self.server.changed()
+            self.server.record_change()
 
-    def refuse_longest_wait(self, why: Callable[[str, int], BudgetError]) -> None:
-        """Tell the worker that what it waits for longest does not come."""
+    def fail_longest_wait(self, make_error: Callable[[str, int], BudgetError]) -> None:
+        """Fail the worker's oldest lease request with the error that `make_error` returns."""
         request, waiting = min(self.waiting.items(), key=lambda item: item[1].since)
         del self.waiting[request]
         waiting.task.cancel()
-        self.send(messages.failure(request, why(waiting.group.key, waiting.group.nbytes)))
+        self.send(messages.failure(request, make_error(waiting.group.key, waiting.group.nbytes)))
 
     # Objects -----------------------------------------------------------------------------------
 
@@ -411,26 +412,26 @@ class Connection:
     @staticmethod
     def _check_object_key(key: str) -> None:
         if not OBJECT_KEY.fullmatch(key):
-            raise NonsenseError(f"it asks for an object {key!r:.60}")
+            raise ProtocolError(f"it requests object {key!r:.60}: invalid name")
 
     def _begin_upload(self, message: messages.Upload) -> None:
         self._check_object_key(message.key)
         if self._upload is not None:
-            raise NonsenseError("it hands over two objects at once")
+            raise ProtocolError("it uploads two objects at once")
         self._upload = Upload(self.server.engine, message)
-        self._take_time(self._in_thread(message.request, self._upload.begin))
+        self._run_slow(self._in_thread(message.request, self._upload.begin))
 
     def _take_part(self, message: messages.Part) -> None:
         upload = self._upload
         if upload is None or upload.request != message.request:
-            return  # it has failed, and the worker was told
-        self._take_time(self._in_thread(message.request, lambda: upload.take(message.data)))
+            return  # the upload has failed, and the worker was notified
+        self._run_slow(self._in_thread(message.request, lambda: upload.take(message.data)))
 
     async def _in_thread(self, request: int, action: Callable[[], bool]) -> None:
-        """Do a part of an upload. If it gives True, the worker is told that it is done."""
+        """Run a step of an upload on a thread, and answer if it returns True or raises."""
         try:
             done = await self._loop.run_in_executor(None, action)
-        except Exception as error:  # whatever it was: the worker waits to be told
+        except Exception as error:  # of any kind: the worker waits for an answer
             self._upload = None
             self.send(messages.failure(request, error))
         else:
@@ -441,8 +442,8 @@ class Connection:
 
     # The end -----------------------------------------------------------------------------------
 
-    def close(self, why: str) -> None:
-        """The connection is over: everything that the worker had is given back."""
+    def close(self, reason: str) -> None:
+        """Close the connection, and release everything that the worker had."""
         if self.closed:
             return
         self.closed = True
@@ -454,17 +455,17 @@ class Connection:
         self.socket.close()
         for granted in self.leases.values():
             granted.lease.release()
-        self.server.gone(self, printable(why))
+        self.server.on_closed(self, printable(reason))
         self.leases.clear()
 
     def _stop_serving(self) -> None:
-        if self.alarm is not None:
-            self.alarm.cancel()
+        if self.hello_timer is not None:
+            self.hello_timer.cancel()
         self._loop.remove_writer(self.socket)
         for waiting in self.waiting.values():
             waiting.task.cancel()
         self.waiting.clear()
-        self.server.leave(self.groups.values())
+        self.server.unregister(self.groups.values())
         self.groups.clear()
         self._inbox.clear()
         self._unread.clear()
@@ -473,18 +474,18 @@ class Connection:
 
 
 def _reason(error: OSError) -> str:
-    """Why nothing can be sent or read. A worker may close a connection before it has read all."""
+    """Return reason sending or reading failed. Closing with unread data counts as a close."""
     closed = isinstance(error, (BrokenPipeError, ConnectionResetError))
     return CLOSED if closed else error.strerror or str(error)
 
 
 def _has_ended(connected: socket.socket) -> bool:
-    """Whether the other end of a connection is closed."""
+    """Return whether the other end of a connection is closed."""
     ended = select.poll()
     ended.register(connected, 0)  # POLLHUP is always reported
     return bool(ended.poll(0))
 
 
 def printable(text: str) -> str:
-    """What a worker says, for a line of the log."""
+    """Escape a worker's text for the log."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

@@ -1,4 +1,4 @@
-"""A thread for calls to a worker's file system, which may hang (NFS, FUSE)."""
+"""A thread for calls to the file system of a worker's files, which may hang (NFS, FUSE)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ T = TypeVar("T")
 
 
 class FileThread:
-    """Runs jobs in order, on a thread that lives while there are any.
+    """Runs jobs in order, on a thread that exists while there are jobs.
 
-    There is one for each worker: a file system that hangs keeps one thread, and stops the jobs of
-    that worker alone. It is a daemon: the end of the service does not wait for it.
+    Each worker has its own: a file system that hangs blocks one thread, and the jobs of that worker
+    only. The thread is a daemon: the service ends without it.
     """
 
     def __init__(self) -> None:
@@ -25,13 +25,13 @@ class FileThread:
         self._lock = RLock()
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Run a job after those that are there. Raises RuntimeError if no thread can be started."""
+        """Queue a job. Raises RuntimeError if no thread can be started."""
         future = Future[T]()
         self._begin(lambda: _fulfil(future, job))
         return future
 
     def finish(self, job: Callable[[], None]) -> None:
-        """Run a job that never raises, here if no thread can be started. For finalizers, too."""
+        """Queue a job that never raises; run it here if no thread can start. Safe in finalizers."""
         try:
             self._begin(job)
         except RuntimeError:
@@ -44,7 +44,7 @@ class FileThread:
                 return
             self.running = True
             try:
-                # Unlike `Thread.start`, it takes no lock, and so may be called by a finalizer.
+                # Unlike `Thread.start`, this takes no lock, and is safe in a finalizer.
                 _thread.start_new_thread(self._run, ())
             except RuntimeError:
                 self.running = False
@@ -63,7 +63,7 @@ class FileThread:
 
 
 def _fulfil(future: Future[T], job: Callable[[], T]) -> None:
-    """Run a job, also if nobody waits for it any more: it owns descriptors."""
+    """Run a job even if its future was cancelled, because it owns descriptors."""
     try:
         result = job()
     except Exception as error:

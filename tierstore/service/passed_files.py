@@ -1,4 +1,4 @@
-"""The files whose descriptors a worker passes: taken if they are what it says, and can be read."""
+"""Validates the files whose descriptors a worker passes."""
 
 from __future__ import annotations
 
@@ -15,40 +15,42 @@ from tierstore.service.file_thread import FileThread
 from tierstore.system.file_table import HeldFile
 from tierstore.system.files import DataFile, FileStamp, close_quietly
 from tierstore.wire import messages
-from tierstore.wire.framing import NonsenseError
+from tierstore.wire.framing import ProtocolError
 
-FILES = 4096
-"""Files that a worker may have open here, those that its groups lie in among them."""
+MAX_FILES = 4096
+"""Maximum files that a worker may have open here, including those with registered groups."""
 
 
 class PassedFiles:
-    """What one worker has passed. `files` has them by number; None for one that it has closed.
+    """The files that one worker has passed, by number; None after the worker has closed one.
 
-    Its file systems may hang: only `thread` calls them, also to close what was passed.
+    Its file systems may hang: only `thread` makes calls to them, including close.
     """
 
     def __init__(self, thread: FileThread) -> None:
         self._thread = thread
         self.files: list[HeldFile | None] = []
         self._open: weakref.WeakSet[HeldFile] = weakref.WeakSet()
-        self._passed: deque[int] = deque()  # descriptors of messages that are not read yet
+        self._passed: deque[int] = deque()  # descriptors of messages that are not handled yet
 
     def take(self, descriptors: list[int]) -> None:
-        """Descriptors have come, with a message that will be looked at later. Raises NonsenseError
-        for more than there can be messages for."""
+        """Queue received descriptors for the `Open` message that they belong to.
+
+        Raises ProtocolError if there are more than pending messages can have.
+        """
         self._passed += descriptors
         if len(self._passed) > 2 * messages.MAX_DESCRIPTORS:
-            raise NonsenseError("it sends descriptors that belong to no message")
+            raise ProtocolError("it sent descriptors without a message")
 
     def open(self, message: messages.Open) -> Future[list[HeldFile]]:
-        """The files of the next descriptors, once they have been examined: for `add`.
+        """Validate the files of the next descriptors. The result is for `add`.
 
-        Raises NonsenseError, and so does the future.
+        Raises ProtocolError, and so does the future.
         """
-        if len(self._open) + len(message.files) > FILES:
-            raise NonsenseError(f"it opens more than {FILES:,} files")
+        if len(self._open) + len(message.files) > MAX_FILES:
+            raise ProtocolError(f"it opens more than {MAX_FILES:,} files")
         if len(self._passed) < sum(1 + row.direct for row in message.files):
-            raise NonsenseError("a descriptor is missing")
+            raise ProtocolError("a descriptor is missing")
         passed = [
             (row, [self._passed.popleft() for _ in range(1 + row.direct)]) for row in message.files
         ]
@@ -59,31 +61,31 @@ class PassedFiles:
         try:
             for row, descriptors in passed:
                 files.append(_held(row, descriptors, self._close))
-        except (OSError, NonsenseError):
+        except (OSError, ProtocolError):
             for _, descriptors in passed[len(files) :]:
                 for descriptor in descriptors:
                     close_quietly(descriptor)
-            raise NonsenseError("it passed a descriptor that is no open regular file") from None
+            raise ProtocolError("a descriptor is not of the regular file described") from None
         return files
 
     def add(self, files: Sequence[HeldFile]) -> None:
-        """From now on, groups may be registered in these files."""
+        """Accept files for the registration of groups."""
         self.files += files
         self._open.update(files)
 
     def close(self, message: messages.CloseFile) -> None:
-        """The worker registers no more groups in this file."""
+        """Remove a file from registration."""
         if message.file < len(self.files):
             self.files[message.file] = None
 
     def forget(self) -> None:
-        """The worker is gone. What groups lie in stays open."""
+        """Drop all files of a worker that is gone. Files with registered groups stay open."""
         self.drop(self._passed)
         self._passed.clear()
         self.files.clear()
 
     def drop(self, descriptors: Iterable[int]) -> None:
-        """Close descriptors that belong to no message that will be looked at."""
+        """Close descriptors whose message will not be handled."""
         for descriptor in descriptors:
             self._close(descriptor)
 
@@ -92,7 +94,7 @@ class PassedFiles:
 
 
 def _held(row: messages.File, descriptors: list[int], close: Callable[[int], None]) -> HeldFile:
-    """The file that a worker passed, if it is a regular file, and the one that it describes."""
+    """Return the file that a worker passed. Raises ProtocolError unless it matches `row`."""
     device, inode, size, modified, changed = row.stamp
     stamp = FileStamp(
         device, inode, size, messages.nanoseconds_of(modified), messages.nanoseconds_of(changed)
@@ -103,10 +105,10 @@ def _held(row: messages.File, descriptors: list[int], close: Callable[[int], Non
             stamp.device,
             stamp.inode,
         ):
-            raise NonsenseError("it is another file")
+            raise ProtocolError("the descriptor is of another file")
         flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
         if flags & os.O_ACCMODE == os.O_WRONLY or flags & os.O_PATH:
-            raise NonsenseError("it cannot be read")
+            raise ProtocolError("the descriptor is not readable")
     cached, *direct = descriptors
     file = DataFile.passed(row.path, cached, direct[0] if direct else None, close)
     return HeldFile(row.path, stamp, row.header_digest, file)

@@ -1,7 +1,7 @@
-"""The service: a store of its own, and the workers that lease groups in its memory.
+"""The service: a store, and the workers that lease groups in its memory.
 
 The store is an ordinary one on the CPU, whose host memory lies in an arena that other processes can
-read. Its planner ranks a group by the earliest use that is expected of any worker.
+read. Its planner ranks a group by the earliest expected use of any worker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tierstore.engine.settings import Settings, TierSettings
 from tierstore.errors import BudgetError
 from tierstore.lease import Lease
 from tierstore.model.tiers import Tier
-from tierstore.plan.planner import NEXT_USE_UNFORETOLD
+from tierstore.plan.planner import NEXT_USE_WITHOUT_PREFETCH
 from tierstore.service.allowances import allowances
 from tierstore.service.connection import Connection, Waiting, printable
 from tierstore.service.file_thread import FileThread
@@ -36,33 +36,32 @@ from tierstore.wire.peers import peer_of
 
 log = logging.getLogger("tierstore.service")
 
-WORKERS = 512
-"""Connections at once, at most."""
+MAX_CONNECTIONS = 512
+"""Maximum number of connections."""
 
 HELLO_SECONDS = 10.0
-"""Seconds in which who connects must have said hello."""
+"""Seconds within which a new connection must send its hello."""
 
 RECLAIM_SECONDS = 0.01
-"""Seconds between two messages to all workers that somebody needs room."""
+"""Minimum seconds between two `Reclaim` messages to all workers."""
 
-LOOK_SECONDS = 1.0
-"""Seconds between looks at who waits, and for whom."""
+CHECK_SECONDS = 1.0
+"""Seconds between checks for stalled connections and blocked requests."""
 
 UNFINISHED_SECONDS = 10.0
-"""Seconds in which a message must have come as a whole."""
+"""Seconds within which a message must arrive completely."""
 
-LEFT_AT_ONCE = 100
-"""Groups of workers that are gone which are left in one turn of the event loop, at most."""
+UNREGISTER_BATCH = 100
+"""Maximum groups of disconnected workers that are unregistered per event loop iteration."""
 
-HOPELESS_SECONDS = 60.0
-"""Seconds without any change after which the longest wait is refused: nobody gives anything back.
-"""
+BLOCKED_SECONDS = 60.0
+"""Seconds without any grant or release after which the longest wait fails."""
 
 
 class Server:
     """Serves workers on a listening Unix socket, until `stop`.
 
-    `settings` are those of the store: its device is the CPU.
+    `settings` are the store's: its device is the CPU.
     """
 
     def __init__(self, settings: Settings, listening: socket.socket, path: str) -> None:
@@ -75,29 +74,29 @@ class Server:
         self.connections: dict[int, Connection] = {}
         self.path = path
         self.since = time.time()
-        self.hopeless_seconds = HOPELESS_SECONDS
+        self.blocked_seconds = BLOCKED_SECONDS
         self._listening = listening
         self._budget = settings.tiers.budgets[Tier.HOST] or 0
         self._numbers = 0
-        self._leaving: deque[ServedGroup] = deque()  # of workers that are gone
+        self._to_unregister: deque[ServedGroup] = deque()  # of workers that are not served
         self._reclaimed = 0.0
-        self._to_reclaim = False
-        self._to_share_out = False
+        self._reclaim_due = False
+        self._allowances_due = False
         self._changed = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._file_threads: set[FileThread] = set()  # of workers that are gone, which may hang
+        self._file_threads: set[FileThread] = set()  # of closed connections; they may hang
         self._stopping = asyncio.Event()
         self._loop = asyncio.get_running_loop()
 
     async def run(self) -> None:
-        """Serve until `stop` was called, or the task is cancelled."""
+        """Serve until `stop` is called or the task is cancelled."""
         self._listening.setblocking(False)
         self._loop.add_reader(self._listening, self._accept)
         try:
             while not self.stopping:
-                self._look()
+                self._check_connections()
                 try:
-                    await asyncio.wait_for(self._stopping.wait(), LOOK_SECONDS)
+                    await asyncio.wait_for(self._stopping.wait(), CHECK_SECONDS)
                 except TimeoutError:
                     continue
         finally:
@@ -106,23 +105,25 @@ class Server:
 
     @property
     def stopping(self) -> bool:
-        """Whether nobody is taken in any more, and nothing is leased."""
+        """True if the service accepts no connections and grants no leases any more."""
         return self._stopping.is_set()
 
     def stop(self) -> None:
-        """Take nobody in any more, and have `run` return."""
+        """Accept no more connections, and let `run` return."""
         self._stopping.set()
 
     async def end(self, deadline: float) -> None:
-        """Wait for leases to come back, up to `deadline` seconds, let everybody go, and close the
-        store. Raises what `TierStore.close` raises."""
+        """Wait up to `deadline` seconds for leases, disconnect everybody, and close the store.
+
+        Raises the errors of `TierStore.close`.
+        """
         ends = time.monotonic() + deadline
         while self._leased() and time.monotonic() < ends:
             self.reclaim()
             await asyncio.sleep(0.05)
         for connection in list(self.connections.values()):
-            connection.drop("the service ends")
-            for granted in connection.leases.values():  # it may still be looking at it
+            connection.drop("the service is stopping")
+            for granted in connection.leases.values():  # the worker may still read them
                 self.arena.keep(self._memory_of(granted.lease))
         for task in list(self._tasks):
             task.cancel()
@@ -130,7 +131,7 @@ class Server:
             await self._loop.run_in_executor(None, self.engine.close)
         finally:
             for connection in list(self.connections.values()):
-                connection.close("the service has ended")
+                connection.close("the service has stopped")
 
     def _leased(self) -> int:
         return sum(len(connection.leases) for connection in self.connections.values())
@@ -142,23 +143,23 @@ class Server:
             made, _ = self._listening.accept()
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                log.warning("too many files are open for another worker: it waits")
+                log.warning("too many open files: new connections wait")
                 self._loop.remove_reader(self._listening)
-                self._loop.call_later(LOOK_SECONDS, self._accept_again)
-            return  # else whoever connected is gone again
+                self._loop.call_later(CHECK_SECONDS, self._accept_again)
+            return  # otherwise the client has disconnected again
         pid, user = peer_of(made)
         if user != os.geteuid():
-            log.warning("refused process %d of user %d: it is another user's", pid, user)
+            log.warning("refused process %d of another user (%d)", pid, user)
             made.close()
             return
         connection = Connection(self, made, self._next_number(), pid)
         self.connections[connection.number] = connection
-        connection.alarm = self._loop.call_later(
-            HELLO_SECONDS, connection.drop, "it has not said hello"
+        connection.hello_timer = self._loop.call_later(
+            HELLO_SECONDS, connection.drop, "it has not sent a hello"
         )
         hung = sum(thread.running for thread in self._file_threads)
-        if len(self.connections) + hung > WORKERS:
-            connection.drop(f"it has {WORKERS} workers already")
+        if len(self.connections) + hung > MAX_CONNECTIONS:
+            connection.drop(f"the service already has {MAX_CONNECTIONS} connections")
             return
 
     def _accept_again(self) -> None:
@@ -169,7 +170,7 @@ class Server:
         self._numbers += 1  # from 1: stream 0 is the service's own
         return self._numbers
 
-    def greeted(self, connection: Connection) -> None:
+    def on_hello(self, connection: Connection) -> None:
         """Welcome a worker."""
         connection.allowance = self._allowances()[connection.number]
         descriptor = self.arena.read_only_descriptor()
@@ -186,62 +187,65 @@ class Server:
             )
         finally:
             close_quietly(descriptor)
-        self.share_out_soon()
-        log.info("worker %s came", described(connection))
+        self.send_allowances_soon()
+        log.info("worker %s connected", describe(connection))
 
-    def let_go(self, connection: Connection, why: str) -> None:
-        """A worker is not served any more, and has not hung up yet."""
+    def on_abandoned(self, connection: Connection, reason: str) -> None:
+        """Log that a worker is no longer served, though it has not hung up."""
         if not self.stopping:
-            self.share_out_soon()
+            self.send_allowances_soon()
         log.warning(
-            "worker %s was let go: %s; it has not given back %d leases yet",
-            described(connection),
-            why,
+            "dropped worker %s: %s; it still holds %d leases",
+            describe(connection),
+            reason,
             len(connection.leases),
         )
 
-    def gone(self, connection: Connection, why: str) -> None:
-        """A connection is over; what it had was given back."""
+    def on_closed(self, connection: Connection, reason: str) -> None:
+        """Remove a closed connection, whose leases have been released."""
         self.connections.pop(connection.number, None)
         self.leases.end_stream(connection.number)
         self._file_threads.add(connection.file_thread)
         self._file_threads = {thread for thread in self._file_threads if thread.running}
         if connection.name:
-            self.changed()
+            self.record_change()
         if not self.stopping:
-            self.share_out_soon()
+            self.send_allowances_soon()
         if connection.name:
             counts = connection.counts
             log.info(
-                "worker %s went: %s; it was granted %d leases (%d at once), gave back %d",
-                described(connection),
-                why,
+                "worker %s disconnected: %s; %d leases granted (%d at once), %d open",
+                describe(connection),
+                reason,
                 counts.granted,
                 counts.hits,
                 len(connection.leases),
             )
         elif not connection.visitor:
-            log.warning("process %d was let go: %s", connection.pid, why)
+            log.warning("dropped process %d: %s", connection.pid, reason)
 
-    def leave(self, groups: Iterable[ServedGroup]) -> None:
-        """A worker that had groups registered is served no more. Others are, while this goes on:
-        until its turn, a group counts as registered, also if the worker registers it again."""
+    def unregister(self, groups: Iterable[ServedGroup]) -> None:
+        """Unregister the groups of a worker that is no longer served, in batches.
+
+        Other workers are served meanwhile. A group counts as registered until its batch, even if it
+        is registered again before that.
+        """
         if self.stopping:
             return  # nothing is leased any more
-        waiting = bool(self._leaving)
-        self._leaving += groups
+        waiting = bool(self._to_unregister)
+        self._to_unregister += groups
         if not waiting:
-            self._leave_some()
+            self._unregister_some()
 
-    def _leave_some(self) -> None:
+    def _unregister_some(self) -> None:
         if self.stopping:
             return
-        for _ in range(min(LEFT_AT_ONCE, len(self._leaving))):
-            self.groups.leave(self._leaving.popleft())
-        if self._leaving:
-            self._loop.call_soon(self._leave_some)
+        for _ in range(min(UNREGISTER_BATCH, len(self._to_unregister))):
+            self.groups.unregister(self._to_unregister.popleft())
+        if self._to_unregister:
+            self._loop.call_soon(self._unregister_some)
         else:
-            self.share_out_soon()
+            self.send_allowances_soon()
 
     # Sharing -----------------------------------------------------------------------------------
 
@@ -252,15 +256,18 @@ class Server:
         }
         return allowances(self._budget, self.groups.bytes_registered, largest)
 
-    def share_out_soon(self) -> None:
-        """`share_out`, once for all changes until then: it may show that more workers are gone."""
-        if not self._to_share_out:
-            self._to_share_out = True
-            self._loop.call_soon(self.share_out)
+    def send_allowances_soon(self) -> None:
+        """Schedule `send_allowances` once for all pending changes.
 
-    def share_out(self) -> None:
-        """Tell workers what they may lease, if that has changed."""
-        self._to_share_out = False
+        It must not run at once: sending may close the connections of more workers.
+        """
+        if not self._allowances_due:
+            self._allowances_due = True
+            self._loop.call_soon(self.send_allowances)
+
+    def send_allowances(self) -> None:
+        """Send each worker its allowance if that has changed."""
+        self._allowances_due = False
         for number, nbytes in self._allowances().items():
             connection = self.connections.get(number)
             if connection is not None and nbytes != connection.allowance and connection.name:
@@ -268,23 +275,23 @@ class Server:
                 connection.send(messages.Allowance(nbytes))
 
     def reclaim(self) -> None:
-        """Somebody waits for room: ask all for what they do not use, soon if it was just done."""
-        if not self._to_reclaim:
-            self._to_reclaim = True
+        """Ask all workers to release unused leases, at most once per `RECLAIM_SECONDS`."""
+        if not self._reclaim_due:
+            self._reclaim_due = True
             due = self._reclaimed + RECLAIM_SECONDS - time.monotonic()
             self._loop.call_later(max(due, 0.0), self._reclaim)
 
     def _reclaim(self) -> None:
-        self._to_reclaim = False
+        self._reclaim_due = False
         self._reclaimed = time.monotonic()
-        # A process that was let go may have connected again, and have leases from before, too.
+        # A dropped process may have connected again, and still hold leases of the old connection.
         holders = {connection.pid for connection in self.connections.values() if connection.leases}
         for connection in list(self.connections.values()):
             if connection.pid in holders and connection.name:
                 connection.send(messages.Reclaim())
 
     def offset_of(self, lease: Lease) -> int:
-        """Where a leased group lies in the arena."""
+        """Return the offset of a leased group in the arena."""
         return self.arena.offset_of(self._memory_of(lease))
 
     def _memory_of(self, lease: Lease) -> torch.Tensor:
@@ -292,49 +299,49 @@ class Server:
         assert slot.memory is not None
         return slot.memory
 
-    def changed(self) -> None:
-        """A lease was granted, or came back."""
+    def record_change(self) -> None:
+        """Record that a lease was granted or released."""
         self._changed = time.monotonic()
 
-    def keep(self, task: asyncio.Task[None]) -> None:
-        """Have a task that nobody waits for live until it is done."""
+    def hold_task(self, task: asyncio.Task[None]) -> None:
+        """Hold a reference to a task until it is done."""
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     # Watching ----------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Name who holds what others wait for, and refuse what nobody can give."""
+    def _check_connections(self) -> None:
+        """Log workers that hold memory while others wait, and fail requests that are blocked."""
         now = time.monotonic()
         for connection in list(self.connections.values()):
             connection.check_connected()
             since = connection.unfinished
             if since is not None and now - since > UNFINISHED_SECONDS:
-                connection.drop("the rest of a message does not come")
+                connection.drop("the rest of a message did not arrive")
         waiting = [c for c in self.connections.values() if c.waiting]
         if not waiting or not self.engine.core.planner.idle():
             return
         for connection in self.connections.values():
             late = [g for g in connection.leases.values() if now - g.since > HELD_SECONDS]
-            if any(not granted.named for granted in late):
+            if any(not granted.logged for granted in late):
                 for granted in late:
-                    granted.named = True
+                    granted.logged = True
                 log.warning(
-                    "worker %s has had %d leases (%s bytes) for more than %.0f s while others "
-                    "wait for room",
-                    described(connection),
+                    "worker %s has held %d leases (%s bytes) for more than %.0f s while others "
+                    "wait for memory",
+                    describe(connection),
                     len(late),
                     f"{sum(granted.nbytes for granted in late):,}",
                     HELD_SECONDS,
                 )
-        if now - self._changed > self.hopeless_seconds:
-            self.changed()
+        if now - self._changed > self.blocked_seconds:
+            self.record_change()
             longest = min(waiting, key=lambda c: min(w.since for w in c.waiting.values()))
-            longest.refuse_longest_wait(self._hopeless)
+            longest.fail_longest_wait(self._blocked_error)
 
-    def _hopeless(self, key: str, nbytes: int) -> BudgetError:
+    def _blocked_error(self, key: str, nbytes: int) -> BudgetError:
         held = ", ".join(
-            f"{described(c)} {sum(g.nbytes for g in c.leases.values()):,} bytes"
+            f"{describe(c)} {sum(g.nbytes for g in c.leases.values()):,} bytes"
             for c in self.connections.values()
             if c.leases
         )
@@ -343,12 +350,12 @@ class Server:
             Tier.HOST.name,
             nbytes,
             self._budget,
-            f"for {self.hopeless_seconds:g} s no worker has given anything back ({held}): release "
+            f"no worker has released a lease for {self.blocked_seconds:g} s ({held}): release "
             "leases, or start tierstore-serve with a larger --ram",
         )
 
     def report(self, request: int) -> messages.Report:
-        """What the service does at this moment. May be called by any thread."""
+        """Return the state of the service. May be called by any thread."""
         core = self.engine.core
         stats = self.engine.reporting.stats()
         tiers = {
@@ -369,8 +376,8 @@ class Server:
         )
 
 
-def described(connection: Connection) -> str:
-    """A worker as the log calls it."""
+def describe(connection: Connection) -> str:
+    """Describe a worker for the log."""
     return f"{connection.number} ({printable(connection.name)}, process {connection.pid})"
 
 
@@ -395,7 +402,7 @@ def _row(connection: Connection) -> messages.WorkerRow:
 
 
 def settings_of(directory: str | os.PathLike[str], ram: int, disk: int | None) -> Settings:
-    """What the store of a service works with: budgets in bytes."""
+    """Return the settings of a service's store. Budgets are in bytes."""
     budgets: dict[Tier, int | None] = {Tier.HOST: ram, Tier.DISK: disk}
     return Settings(
         tiers=TierSettings(
@@ -405,5 +412,5 @@ def settings_of(directory: str | os.PathLike[str], ram: int, disk: int | None) -
             shared_arena=SharedArena(ram),
         ),
         disk_dir=resolved_directory(directory),
-        policy=NEXT_USE_UNFORETOLD,
+        policy=NEXT_USE_WITHOUT_PREFETCH,
     )

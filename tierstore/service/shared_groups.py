@@ -1,8 +1,7 @@
-"""The groups that a service serves: by their content, whatever their workers call them.
+"""The groups that a service serves, identified by content.
 
-Two workers that register the same bytes of the same files, to be laid out alike, share a group. A
-group that no worker has registered any more is kept for the next one (its memory is the first to be
-taken), up to a number of them.
+Two workers that register the same bytes of the same files in the same layout share a group. A group
+without workers is kept for later ones, up to a limit (its memory is evicted first).
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from tierstore.model.groups import (
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.system.file_table import HeldFile
 from tierstore.wire import messages
-from tierstore.wire.framing import NonsenseError
+from tierstore.wire.framing import ProtocolError
 
 PREFIX = "shared/"
-KEPT = 4096
-"""Groups that are kept though no worker has them registered."""
+MAX_UNUSED = 4096
+"""Maximum number of groups that are kept without a worker."""
 
 
 @dataclass(eq=False)
 class ServedGroup:
-    """A group, how many bytes it has, and how many workers have it registered."""
+    """A group, its bytes, and the number of workers that have registered it."""
 
     key: str
     number: int
@@ -43,12 +42,12 @@ class ServedGroup:
 
 
 class SharedGroups:
-    """Knows groups by number and by content. `bytes_registered` are of those that workers have."""
+    """Groups by number and by content. `bytes_registered` counts those that workers have."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._by_key: dict[str, ServedGroup] = {}
-        self._unused: dict[ServedGroup, None] = {}  # those that nobody has, the oldest first
+        self._unused: dict[ServedGroup, None] = {}  # without workers, the oldest first
         self._numbers = 0
         self.bytes_registered = 0
 
@@ -56,14 +55,14 @@ class SharedGroups:
         return len(self._by_key)
 
     def register(self, row: messages.Group, files: Sequence[HeldFile | None]) -> ServedGroup:
-        """The group that a worker describes, known from now on.
+        """Return the group that a worker describes, creating it if necessary.
 
-        Raises NonsenseError if there can be no such group, and what is wrong with its files.
+        Raises ProtocolError if the description is invalid, and the errors of its files.
         """
-        spec, source, held = described(row, files)
+        spec, source, held = parse_group(row, files)
         group = self._by_key.get(spec.key)
         if group is None:
-            self._engine.groups.know(spec.key, FileGroup(spec, source, held))
+            self._engine.groups.add(spec.key, FileGroup(spec, source, held))
             group = ServedGroup(spec.key, self._numbers, row.nbytes)
             self._numbers += 1
             self._by_key[spec.key] = group
@@ -73,43 +72,43 @@ class SharedGroups:
         group.workers += 1
         return group
 
-    def leave(self, group: ServedGroup) -> None:
-        """A worker has it registered no more."""
+    def unregister(self, group: ServedGroup) -> None:
+        """Remove one worker's registration."""
         group.workers -= 1
         if group.workers:
             return
         self.bytes_registered -= group.nbytes
         self._unused[group] = None
-        while len(self._unused) > KEPT:
+        while len(self._unused) > MAX_UNUSED:
             oldest = next(iter(self._unused))
             del self._unused[oldest], self._by_key[oldest.key]
             self._engine.groups.discard(oldest.key)
 
 
-def described(
+def parse_group(
     row: messages.Group, files: Sequence[HeldFile | None]
 ) -> tuple[GroupSpec, Source, Mapping[str, HeldFile]]:
-    """A group as a worker describes it, checked. Raises NonsenseError."""
+    """Validate a worker's description of a group. Raises ProtocolError."""
     used: dict[int, HeldFile] = {}
     segments = []
     for piece in row.pieces:
         held = files[piece.file] if piece.file < len(files) else None
         if held is None:
-            raise NonsenseError(f"a group lies in file {piece.file}, which was not sent")
+            raise ProtocolError(f"a group is in file {piece.file}, which was not sent")
         used[piece.file] = held
-        # Reads are cut at pages, of the file and of the memory.
+        # Reads cover whole pages of the file and of the memory.
         fits = piece.at % PAGE == piece.offset % PAGE
         fits = fits and round_up(piece.at + piece.nbytes, PAGE) <= row.nbytes
         fits = fits and piece.offset + piece.nbytes <= held.stamp.size
         if not fits or row.nbytes % PAGE:
-            raise NonsenseError("a piece of a group lies beyond the group, its file or its pages")
+            raise ProtocolError("a piece of a group exceeds the group, its file or its pages")
         segments.append(Segment(Extent(held.path, piece.offset, piece.nbytes), piece.at))
     ranges = [(s.src, s.nbytes) for s in row.shifts] + [(s.dst, s.nbytes) for s in row.shifts]
     ranges += [(check.offset, check.nbytes) for check in row.checksums]
     if len({held.path for held in used.values()}) < len(used):
-        raise NonsenseError("a group lies in two files of the same name")
+        raise ProtocolError("a group is in two files of the same name")
     if any(at + nbytes > row.nbytes for at, nbytes in ranges):
-        raise NonsenseError("a part of a group lies beyond its end")
+        raise ProtocolError("a range of a group exceeds its end")
     key = PREFIX + _identity(row, used)
     moves = tuple(Move(s.src, s.dst, s.nbytes) for s in row.shifts)
     checks = tuple(Check(c.name, c.offset, c.nbytes, c.digest) for c in row.checksums)
@@ -119,7 +118,10 @@ def described(
 
 
 def _identity(row: messages.Group, used: Mapping[int, HeldFile]) -> str:
-    """A name for these bytes, laid out so: of files as they are now, whatever they are called."""
+    """Return a name for these bytes in this layout.
+
+    It depends on the current state of the files, not on their paths.
+    """
     names = {number: repr((held.stamp, held.header_digest)) for number, held in used.items()}
     pieces = [(names[p.file], p.offset, p.nbytes, p.at) for p in row.pieces]
     shifts = [(s.src, s.dst, s.nbytes) for s in row.shifts]

@@ -1,4 +1,4 @@
-"""Where services listen, and who may connect: a socket in a directory that only its user enters."""
+"""Creates and finds sockets of services, in directories that only one user can enter."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tierstore.errors import StoreLockedError, TierStoreError
 from tierstore.system.private import make_directories, why_not_private
 
 LONGEST = 107
-"""Bytes that the path of a Unix socket may have."""
+"""Maximum bytes of a Unix socket's path."""
 
 BACKLOG = 512
 
 
 def runtime_directory() -> str:
-    """Where the sockets of this user's services are by default."""
+    """Return the default directory of this user's sockets."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and os.path.isdir(base):
         return os.path.join(base, "tierstore")
@@ -27,7 +27,7 @@ def runtime_directory() -> str:
 
 
 def default_socket(directory: str | os.PathLike[str]) -> str:
-    """The socket of the service of a store's directory, unless another one is named."""
+    """Return the default path of the socket for a store's directory."""
     path = os.path.realpath(directory)
     name = os.path.basename(path)[:32] or "root"
     mark = hashlib.sha256(path.encode()).hexdigest()[:8]
@@ -35,8 +35,10 @@ def default_socket(directory: str | os.PathLike[str]) -> str:
 
 
 def running() -> list[str]:
-    """The sockets in the runtime directory, sorted; none where that is not this user's alone, as
-    another user may have made it first."""
+    """List the sockets in the runtime directory, sorted.
+
+    The list is empty if the directory is not private: another user may have created it.
+    """
     directory = runtime_directory()
     with contextlib.suppress(OSError):
         if why_not_private(directory) is None:
@@ -50,29 +52,30 @@ def _is_socket_name(name: str) -> bool:
 
 
 def listen(path: str) -> socket.socket:
-    """A socket that listens at `path`, which only this user can connect to.
+    """Return a socket that listens at `path`, which only this user can connect to.
 
-    Its directory is made if it is missing. A socket that a killed service has left is replaced.
-    Raises StoreLockedError if somebody serves there, TierStoreError if others could enter the
-    directory or something else is in the way, OSError.
+    Creates its directory if it is missing, and replaces the socket of a killed service. Raises
+    StoreLockedError if a service listens there, TierStoreError if others can enter the directory or
+    another kind of file has the name, and OSError.
     """
     path = os.path.abspath(path)
     if len(os.fsencode(path)) > LONGEST:
         raise TierStoreError(
-            f"{path} is too long for a socket, which takes {LONGEST} bytes: pass a shorter --socket"
+            f"{path} is too long for a socket (the limit is {LONGEST} bytes): pass a shorter "
+            "--socket"
         )
     directory = os.path.dirname(path)
     make_directories(directory)
-    why = why_not_private(directory)
-    if why is not None:
+    reason = why_not_private(directory)
+    if reason is not None:
         raise TierStoreError(
-            f"{directory} is not this user's alone ({why}): make it so (chmod 700), or pass a "
+            f"{directory} is not private ({reason}): make it private (chmod 700), or pass a "
             "--socket in a directory that is"
         )
-    _remove_what_was_left(path)
+    _remove_stale_socket(path)
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        os.fchmod(made.fileno(), 0o600)  # which the name has from its first moment
+        os.fchmod(made.fileno(), 0o600)  # before bind: the name never has another mode
         made.bind(path)
         made.listen(BACKLOG)
     except BaseException:
@@ -82,29 +85,29 @@ def listen(path: str) -> socket.socket:
 
 
 def identity(path: str) -> tuple[int, int, int]:
-    """What tells the socket at `path` from another one that is put there later. Raises OSError."""
+    """Return values that differ for a socket created later at `path`. Raises OSError."""
     status = os.lstat(path)
-    return status.st_dev, status.st_ino, status.st_ctime_ns  # numbers are used again
+    return status.st_dev, status.st_ino, status.st_ctime_ns  # inode numbers are reused
 
 
 def remove(path: str, made: tuple[int, int, int]) -> None:
-    """Remove a socket that does not listen any more, unless another one is at its place by now."""
+    """Remove a socket that no longer listens, unless another one has replaced it."""
     with contextlib.suppress(OSError):
         if identity(path) == made:
             os.unlink(path)
 
 
-def _remove_what_was_left(path: str) -> None:
+def _remove_stale_socket(path: str) -> None:
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
         raise TierStoreError(
-            f"{path} is there and is no socket: remove it, or pass another --socket"
+            f"{path} exists and is not a socket: remove it, or pass another --socket"
         )
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.setblocking(False)  # where the queue of a service is full, nobody waits
+        probe.setblocking(False)  # do not wait if the service's queue is full
         try:
             probe.connect(path)
         except BlockingIOError:
@@ -113,5 +116,5 @@ def _remove_what_was_left(path: str) -> None:
             os.unlink(path)
             return
     raise StoreLockedError(
-        f"somebody serves at {path} already: stop them, or pass another --socket"
+        f"a service already listens at {path}: stop it, or pass another --socket"
     )

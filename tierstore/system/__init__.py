@@ -1,5 +1,5 @@
-"""USE: files, locks, maps of files, object files, tensors over bytes, streams.
+"""USE: files, locks, file mappings, object files, tensors over bytes, streams.
 
-What tiers, engine, adapters and the command line use of the operating system and of torch's memory.
-Nothing in here knows a store.
+The parts of the operating system and of torch's memory that tiers, engine, adapters and the command
+line use. Nothing here depends on a store.
 """

@@ -1,4 +1,4 @@
-"""The garbage collector of Python, for whoever makes very many objects."""
+"""Python's garbage collector, for code that creates very many objects."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Collect no garbage inside: nearly all that is made there stays, and the collector would look
-    through all of it again and again. Reference counts free the rest."""
+    """Disable garbage collection inside the block.
+
+    Nearly all objects that such a block creates survive it, and the collector would traverse all of
+    them again and again. Reference counting frees the rest.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:

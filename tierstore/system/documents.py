@@ -1,4 +1,4 @@
-"""JSON documents in files that anybody may have written."""
+"""JSON documents in untrusted files."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tierstore.system.objects import READ
 def read_document(
     name: str | os.PathLike[str], limit: int, dir_fd: int | None = None, flags: int = READ
 ) -> dict[str, Any]:
-    """Read the JSON object in a regular file; an empty one if that fails.
+    """Read the JSON object in a regular file; return an empty dict if that fails.
 
-    Something else may have been planted there: a pipe does not block, a link is not followed
-    (unless `flags` say so), and at most `limit` bytes of a larger file are read.
+    The path may hold anything: a pipe does not block, a link is not followed (unless `flags` allow
+    it), and at most `limit` bytes of a larger file are read.
     """
     try:
         with open(name, "rb", opener=lambda path, _: os.open(path, flags, dir_fd=dir_fd)) as file:

@@ -1,4 +1,4 @@
-"""Which file system a directory lies on."""
+"""Detects the file system that a directory lies on."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import os
 import re
 from pathlib import Path
 
-IN_MEMORY = frozenset({"ramfs", "tmpfs"})
-"""What is written there takes memory."""
+MEMORY_FILE_SYSTEMS = frozenset({"ramfs", "tmpfs"})
+"""Types of file systems whose files take memory."""
 
-OF_OTHER_MACHINES = frozenset(
+NETWORK_FILE_SYSTEMS = frozenset(
     {"9p", "afs", "beegfs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "lustre", "nfs", "nfs4"}
     | {"smb3", "smbfs", "virtiofs"}
 )
-"""Several machines may see the same directory."""
+"""Types of file systems that several machines may share."""
 
 
 MOUNTS = "/proc/self/mountinfo"
 
 
 def file_system_of(directory: str, mounts: str = MOUNTS) -> str | None:
-    """The type of the file system that a directory lies on, such as `ext4`; None: not known."""
+    """Return the type of the file system of a directory, such as `ext4`; None if unknown."""
     here = os.path.realpath(directory)
     try:
         lines = Path(mounts).read_text(errors="surrogateescape").splitlines()

@@ -1,4 +1,4 @@
-"""The files that a store reads from, and which of them stay open."""
+"""The files that a store reads from, and the subset of them that stays open."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tierstore.system.files import DataFile, FileStamp
 
 MAX_OPEN_FILES = 64
 MAX_HELD_FILES = 192
-"""Together, and with two descriptors each, half of what a process may have open by default."""
+"""With `MAX_OPEN_FILES` and two descriptors per file, half of the default descriptor limit."""
 
 
 @dataclass(eq=False)
 class HeldFile:
-    """A file that groups lie in, as it was when the first of them was registered.
+    """A file that holds groups, as it was when the first of them was registered.
 
-    As long as there is one of these, `file` stays open, unless descriptors run out: so the bytes
-    are there when the name is not any more, or leads to another file. `header_digest` is the
-    checksum that its safetensors header must have; None for any.
+    While this object exists, `file` stays open, unless the process runs out of descriptors: the
+    bytes remain readable after the name is removed or leads to another file. `header_digest` is the
+    checksum that its safetensors header must have; None accepts any.
     """
 
     path: str
@@ -34,10 +34,10 @@ class HeldFile:
 
 
 class FileTable:
-    """The files that are being read, a bounded number of them held open.
+    """The files that are being read; a bounded number of them stays open.
 
-    Files in `own` (the store's directory) are opened without following links. Those of others are
-    held open because somebody may remove them, or put others in their place.
+    Files in `own` (the store's directory) are opened without following links. Other files are held
+    open because another process may remove or replace them.
     """
 
     def __init__(self, own: str) -> None:
@@ -46,13 +46,13 @@ class FileTable:
         self._held: weakref.WeakValueDictionary[tuple[str, FileStamp, str | None], HeldFile] = (
             weakref.WeakValueDictionary()
         )
-        self._age = 0  # counts the names that were said to lead elsewhere
+        self._age = 0  # number of calls of `forget`
         self._lock = RLock()
 
     def get(self, path: str) -> DataFile:
-        """The file, opened if it is not open. Nobody else waits while a disk does not answer."""
+        """Return the file, opened if necessary. A disk that hangs blocks only this caller."""
         file, age = self._find(path)
-        return file or self._keep_open(path, self._opened(path), age)
+        return file or self._cache(path, self._open_file(path), age)
 
     @guarded
     def _find(self, path: str) -> tuple[DataFile | None, int]:
@@ -61,19 +61,19 @@ class FileTable:
             self._open.move_to_end(path)
         return file, self._age
 
-    def _opened(self, path: str) -> DataFile:
+    def _open_file(self, path: str) -> DataFile:
         follow_links = not path.startswith(self._own)
         try:
             return DataFile(path, follow_links=follow_links)
         except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._make_room():
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._close_reopenable():
                 raise
             return DataFile(path, follow_links=follow_links)
 
     @guarded
-    def _keep_open(self, path: str, file: DataFile, age: int) -> DataFile:
+    def _cache(self, path: str, file: DataFile, age: int) -> DataFile:
         if age != self._age:
-            return file  # it may be what the name led to before: for who asked then, no longer
+            return file  # opened before `forget`: good for this caller, stale for the next one
         file = self._open.setdefault(path, file)
         while len(self._open) > MAX_OPEN_FILES:
             self._open.popitem(last=False)
@@ -81,44 +81,44 @@ class FileTable:
 
     @guarded
     def forget(self, path: str) -> None:
-        """The name now leads to another file: open it anew next time."""
+        """Open the file anew next time, because its name now leads to another file."""
         self._age += 1
         self._open.pop(path, None)
 
     def close(self) -> bool:
-        """Let go of every file. Returns whether there were any."""
-        return self._let_go(self._held_open())
+        """Close every file. Returns whether any was open."""
+        return self._close_files(self._held_open())
 
-    def _make_room(self) -> bool:
-        """Let go of the files that can be opened again. Returns whether there were any."""
-        return self._let_go([held for held in self._held_open() if _is_in_its_place(held)])
+    def _close_reopenable(self) -> bool:
+        """Close the files that can be opened again. Returns whether there were any."""
+        return self._close_files([held for held in self._held_open() if _is_unchanged(held)])
 
     @guarded
     def _held_open(self) -> list[HeldFile]:
         return [held for held in self._held.values() if held.file is not None]
 
-    def _let_go(self, of: list[HeldFile]) -> bool:
-        return bool(self._forget_all(of))  # here the files are closed, without the lock
+    def _close_files(self, of: list[HeldFile]) -> bool:
+        return bool(self._detach_files(of))  # this drops the last references, without the lock
 
     @guarded
-    def _forget_all(self, of: list[HeldFile]) -> list[DataFile | None]:
-        let_go = [*self._open.values(), *(held.file for held in of)]
+    def _detach_files(self, of: list[HeldFile]) -> list[DataFile | None]:
+        detached = [*self._open.values(), *(held.file for held in of)]
         self._open.clear()
         for held in of:
             held.file = None
-        return let_go
+        return detached
 
     # Files that groups are registered in -------------------------------------------------------
 
     def hold(self, path: str, stamp: FileStamp, header_digest: str | None = None) -> HeldFile:
-        """The file with this stamp and header, open. If it is not there, who reads it is told."""
-        held = self._the_held(path, stamp, header_digest)
+        """Return the file with this stamp and header, opened. If that fails, reading it raises."""
+        held = self._held_file(path, stamp, header_digest)
         with contextlib.suppress(OSError, StaleCheckpointError):
             self.open(held)
         return held
 
     @guarded
-    def _the_held(self, path: str, stamp: FileStamp, header_digest: str | None) -> HeldFile:
+    def _held_file(self, path: str, stamp: FileStamp, header_digest: str | None) -> HeldFile:
         key = path, stamp, header_digest
         held = self._held.get(key)
         if held is None:
@@ -126,7 +126,7 @@ class FileTable:
         return held
 
     def open(self, held: HeldFile) -> DataFile:
-        """The file, if it is what it was. Raises StaleCheckpointError if not."""
+        """Return the open file. Raises StaleCheckpointError if it has changed."""
         file = held.file
         if file is None:
             file = self._open_again(held)
@@ -134,46 +134,46 @@ class FileTable:
         return file
 
     def check(self, file: DataFile, held: HeldFile) -> None:
-        """Raise StaleCheckpointError if an open file is not what it was."""
-        if not file.is_as(held.stamp):
-            raise _stale(held.path)
+        """Raise StaleCheckpointError if an open file has changed since it was registered."""
+        if not file.matches(held.stamp):
+            raise _stale_error(held.path)
 
     def _open_again(self, held: HeldFile) -> DataFile:
         path = held.path
         if path.startswith(self._own):
             return self.get(path)
         try:
-            file = self._opened(path)
+            file = self._open_file(path)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise StaleCheckpointError(
-                f"{path} is gone: it was removed or renamed after it was registered, and too many "
-                "files were open for it to be kept; put it back, or load the model (or register "
-                "the checkpoint) again",
+                f"{path} is gone: it was removed or renamed after it was registered, and was not "
+                "held open because too many files were open; restore it, or load the model (or "
+                "register the checkpoint) again",
                 path=path,
             ) from error
         self.check(file, held)
         if held.header_digest not in (None, file.header_digest()):
-            raise _stale(path)
-        self._keep_held(held, file)
+            raise _stale_error(path)
+        self._store_open(held, file)
         return file
 
     @guarded
-    def _keep_held(self, held: HeldFile, file: DataFile) -> None:
+    def _store_open(self, held: HeldFile, file: DataFile) -> None:
         if sum(each.file is not None for each in self._held.values()) < MAX_HELD_FILES:
             held.file = file
 
 
-def _is_in_its_place(held: HeldFile) -> bool:
+def _is_unchanged(held: HeldFile) -> bool:
     try:
         return FileStamp.of(os.stat(held.path)) == held.stamp
     except OSError:
         return False
 
 
-def _stale(path: str) -> StaleCheckpointError:
-    """The error for a registered file that is not what it was."""
+def _stale_error(path: str) -> StaleCheckpointError:
+    """Return the error for a registered file that has changed."""
     return StaleCheckpointError(
-        f"{path} was changed after it was registered: the tensors that were promised may be gone; "
-        "register the checkpoint (or load the pipeline) again",
+        f"{path} was changed after it was registered: its tensors may be gone; register the "
+        "checkpoint (or load the pipeline) again",
         path=path,
     )

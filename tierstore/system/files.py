@@ -1,12 +1,12 @@
-"""Reading and writing files at the disk's own speed.
+"""Reads and writes files at the disk's own speed.
 
-Files are read and written past the page cache (O_DIRECT), from and to page-aligned memory: no
-second copy in RAM, and no cache that a budget does not know of. Where a file system refuses that,
-reads go through the cache, and the cached pages are given back. Everything is `pread`: a file that
-was truncated is an exception then, where a memory map would kill the process.
+Files are read and written past the page cache (O_DIRECT), from and to page-aligned memory. This
+avoids a second copy in RAM, and a cache outside the budget. Where a file system refuses direct
+access, reads go through the page cache, and the cached pages are dropped. All reads use `pread`: a
+truncated file raises an exception, where a memory map would kill the process.
 
-One call moves many mebibytes: the kernel cuts it into requests that are on their way together, and
-the interpreter's lock, which each call has to take again, costs nothing then.
+One call moves many mebibytes: the kernel splits it into requests that are in flight together, and
+the cost of taking the interpreter's lock once per call is negligible.
 """
 
 from __future__ import annotations
@@ -28,29 +28,35 @@ from tierstore.model.sizes import PAGE, round_up
 from tierstore.system.mapping import libc
 
 READ_BLOCK = 16 << 20
-"""Bytes per system call of reads. With `DISK_THREADS`, for every disk: since the kernel cuts one
-large direct read into many requests by itself, no other sizes and numbers of threads were faster
-than chance wherever it was tried (see decision 5)."""
+"""Bytes per system call of reads.
+
+With `DISK_THREADS`, good for every disk: the kernel splits one large direct read into many requests
+by itself, and no other sizes or thread counts were measurably faster on any disk tried (see
+decision 5).
+"""
 
 DISK_THREADS = 6
-"""How many threads read and write. Not fewer: some wait for fsync, or for a core to go on."""
+"""Number of threads that read and write.
+
+Fewer are too few: some of them wait for fsync, or for a free core.
+"""
 
 CHUNK = 8 << 20
-"""Bytes per system call for who reads one file from start to end, with a buffer of its own."""
+"""Bytes per system call for code that reads one file sequentially into its own buffer."""
 
 WRITE_BLOCK = 16 << 20
-"""Bytes per system call of writes: while one part is written, the next one is summed."""
+"""Bytes per system call of writes: one part is written while the next is checksummed."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 def transfer_error(error: OSError, doing: str, *, key: str | None, path: str) -> TransferError:
-    """The library's error for an error of the system, naming the file and what to do."""
+    """Return the library's error for a system error, naming the file and the remedy."""
     if error.errno in _FULL:
         kind: type[TransferError] = DiskFullError
         text = (
-            f"no room left on disk while {doing} {path} ({error.strerror}): free some space, "
+            f"no space left on disk while {doing} {path} ({error.strerror}): free some space, "
             "lower disk_budget, or move disk_dir to a larger disk"
         )
     else:
@@ -67,7 +73,7 @@ def transfer_error(error: OSError, doing: str, *, key: str | None, path: str) ->
 
 @contextlib.contextmanager
 def transfer_errors(doing: str, *, key: str | None = None, path: str) -> Iterator[None]:
-    """Raise what is an error of the system inside as the library's, with that as the cause."""
+    """Raise system errors inside the block as the library's errors, with the cause attached."""
     try:
         yield
     except OSError as error:
@@ -76,7 +82,7 @@ def transfer_errors(doing: str, *, key: str | None = None, path: str) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class FileStamp:
-    """What tells a file from a changed one, without reading it."""
+    """Identifies a version of a file without reading it."""
 
     device: int
     inode: int
@@ -86,40 +92,43 @@ class FileStamp:
 
     @classmethod
     def of(cls, status: os.stat_result) -> FileStamp:
-        """The stamp of a stat result."""
+        """Return the stamp of a stat result."""
         return cls(
             status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
         )
 
 
 class DataFile:
-    """A file open for reading. Closed when the last reference goes."""
+    """A file open for reading. It is closed when its last reference goes."""
 
     _direct: int | None
     _close: Callable[[int], None]
 
     def __init__(self, path: str, *, follow_links: bool) -> None:
         flags = _READ if follow_links else _READ | os.O_NOFOLLOW
-        self._take(path, os.open(path, flags), None, close_quietly)
+        self._set_up(path, os.open(path, flags), None, close_quietly)
         if direct_alignment(self._cached) == 0:
             return
-        with contextlib.suppress(OSError):  # the file system may know no direct reads
+        with contextlib.suppress(OSError):  # the file system may not support direct reads
             self._direct = os.open(path, flags | os.O_DIRECT)
             if not os.path.sameopenfile(self._cached, self._direct):
-                close_quietly(self._direct)  # the name leads to another file by now
+                close_quietly(self._direct)  # the name was replaced between the two opens
                 self._direct = None
 
     @classmethod
     def passed(
         cls, path: str, cached: int, direct: int | None, close: Callable[[int], None]
     ) -> DataFile:
-        """A file that another process has opened, and calls `path`: its descriptors to read through
-        the page cache, and past it. In the end, any thread calls `close` with each of them."""
+        """Wrap the descriptors of a file that another process has opened and calls `path`.
+
+        `cached` reads through the page cache, `direct` past it. At the end, any thread calls
+        `close` with each of them.
+        """
         file = cls.__new__(cls)
-        file._take(path, cached, direct, close)
+        file._set_up(path, cached, direct, close)
         return file
 
-    def _take(
+    def _set_up(
         self, path: str, cached: int, direct: int | None, close: Callable[[int], None]
     ) -> None:
         self._close = close
@@ -131,7 +140,7 @@ class DataFile:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """What another process needs to read it: see `passed`."""
+        """The descriptors that another process needs to read it: see `passed`."""
         return (self._cached,) if self._direct is None else (self._cached, self._direct)
 
     def __del__(self) -> None:
@@ -141,15 +150,18 @@ class DataFile:
 
     @property
     def direct(self) -> bool:
-        """Whether reads go past the page cache."""
+        """True if reads bypass the page cache."""
         return self._direct is not None and not self._refused
 
     def stamp(self) -> FileStamp:
-        """The stamp of the open file, whatever its name leads to by now."""
+        """Return the stamp of the open file, whatever its name leads to by now."""
         return FileStamp.of(os.fstat(self._cached))
 
-    def is_as(self, stamp: FileStamp) -> bool:
-        """Whether it is what it was. To lose its last name changes nothing but the time of that."""
+    def matches(self, stamp: FileStamp) -> bool:
+        """Return whether the file still has this stamp.
+
+        Removing a file's last name changes only its ctime, which is ignored then.
+        """
         status = os.fstat(self._cached)
         found = FileStamp.of(status)
         if status.st_nlink == 0:
@@ -157,48 +169,49 @@ class DataFile:
         return found == stamp
 
     def header_digest(self) -> str:
-        """The checksum of the safetensors header that the file has now."""
+        """Return the checksum of the safetensors header that the file has now."""
         length = int.from_bytes(read_fully(self._cached, LENGTH_BYTES, 0), "little")
         return digest(read_fully(self._cached, min(length, MAX_HEADER_BYTES), LENGTH_BYTES))
 
-    def read_at_least(self, room: memoryview, offset: int, needed: int) -> int:
-        """Read into `room` from `offset`, at least `needed` bytes. Returns the bytes asked of disk.
+    def read_at_least(self, buffer: memoryview, offset: int, needed: int) -> int:
+        """Read at least `needed` bytes at `offset` into `buffer`. Returns the bytes requested.
 
-        Direct where `offset` and `len(room)` are page multiples and the memory is page-aligned.
-        Any number of threads may read at once.
+        The read is direct where `offset` and `len(buffer)` are page multiples and the memory is
+        page-aligned. Any number of threads may read at once. Raises TruncatedFileError if the file
+        ends too early.
         """
         done = 0
         while done < needed:
-            got = self._read_once(room[done:], offset + done)
+            got = self._read_once(buffer[done:], offset + done)
             if got == 0:
                 raise TruncatedFileError(
                     f"{self.path} ends at byte {offset + done:,}, {needed - done:,} bytes before "
-                    "the end of the tensors it should have: download or save it again",
+                    "the end of its tensors: download or save it again",
                     path=self.path,
                 )
             done += got
         return done
 
-    def _read_once(self, room: memoryview, offset: int) -> int:
-        aligned = offset % self._alignment == len(room) % self._alignment == 0
+    def _read_once(self, buffer: memoryview, offset: int) -> int:
+        aligned = offset % self._alignment == len(buffer) % self._alignment == 0
         if self._direct is not None and not self._refused and aligned:
             try:
-                return os.preadv(self._direct, [room], offset)
+                return os.preadv(self._direct, [buffer], offset)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                # The memory or the file system wants another alignment: never ask again. It stays
-                # open: another thread may be about to read, and must not find another file there.
+                # The memory or the file system needs another alignment: use the cache from now
+                # on. The descriptor stays open, as another thread may be about to use its number.
                 self._refused = True
-        got = os.preadv(self._cached, [room], offset)
-        with contextlib.suppress(OSError):  # it is advice; the bytes are there
+        got = os.preadv(self._cached, [buffer], offset)
+        with contextlib.suppress(OSError):  # only advice: the bytes have been read
             os.posix_fadvise(self._cached, offset, got, os.POSIX_FADV_DONTNEED)
         return got
 
 
 @dataclass(frozen=True, slots=True)
 class ReadPiece:
-    """One system call's worth of a segment: `needed` of `nbytes` bytes must come."""
+    """One system call's worth of a segment: at least `needed` of `nbytes` bytes must arrive."""
 
     path: str
     offset: int
@@ -208,10 +221,10 @@ class ReadPiece:
 
 
 def pieces(source: Source, block: int = READ_BLOCK) -> Iterator[ReadPiece]:
-    """Cut a source into reads whose offsets, lengths and places in memory are page multiples.
+    """Split a source into reads whose offsets, lengths and places in memory are page multiples.
 
-    None is longer than `block` bytes. A segment is cut into as few as that allows, of equal
-    lengths, so that several threads end together.
+    No read is longer than `block` bytes. A segment is split into as few reads of equal length as
+    that allows, which lets several threads finish together.
     """
     for segment in source.segments:
         extent = segment.extent
@@ -223,9 +236,9 @@ def pieces(source: Source, block: int = READ_BLOCK) -> Iterator[ReadPiece]:
 
 
 def parts(nbytes: int, block: int) -> Iterator[tuple[int, int]]:
-    """Cut `nbytes` into as few parts of at most `block` bytes as possible: (offset, length) each.
+    """Split `nbytes` into as few parts of at most `block` bytes as possible, as (offset, length).
 
-    All begin at a page multiple, and but for the last they are equally long.
+    All parts begin at a page multiple, and all but the last have the same length.
 
     >>> list(parts(5 * PAGE, 4 * PAGE)) == [(0, 3 * PAGE), (3 * PAGE, 2 * PAGE)]
     True
@@ -237,7 +250,10 @@ def parts(nbytes: int, block: int) -> Iterator[tuple[int, int]]:
 
 
 def read_fully(descriptor: int, nbytes: int, offset: int) -> bytes:
-    """The bytes at `offset`, fewer only where the file ends: one read may give fewer anywhere."""
+    """Read the bytes at `offset`; fewer only at the end of the file.
+
+    A single `pread` may return fewer bytes anywhere.
+    """
     parts = []
     while nbytes > 0 and (part := os.pread(descriptor, nbytes, offset)):
         parts.append(part)
@@ -251,21 +267,24 @@ def write_all(descriptor: int, data: memoryview, offset: int) -> None:
     done = 0
     while done < len(data):
         written = os.pwrite(descriptor, data[done : done + WRITE_BLOCK], offset + done)
-        if written == 0:  # else this would never end
-            raise OSError(errno.EIO, "the file system writes nothing, and does not say why")
+        if written == 0:  # avoid an endless loop
+            raise OSError(errno.EIO, "the file system wrote 0 bytes without reporting an error")
         done += written
 
 
 def close_quietly(descriptor: int) -> None:
-    """Close what was only read. If that fails it is closed as well, and nothing is lost."""
-    try:  # noqa: SIM105 - in half the time, and a directory has 100,000 files
+    """Close a descriptor that was only read from, ignoring errors.
+
+    A failed close still closes the descriptor, and no data is lost.
+    """
+    try:  # noqa: SIM105 - half the time of `suppress`, and a directory has 100,000 files
         os.close(descriptor)
     except OSError:
         pass
 
 
 def close_all(descriptors: Iterable[int | None]) -> None:
-    """Close every one of them, though some fail. Raises the first error, after that."""
+    """Close every descriptor, even if some fail. Raises the first error afterwards."""
     failed: OSError | None = None
     for descriptor in descriptors:
         try:
@@ -278,9 +297,9 @@ def close_all(descriptors: Iterable[int | None]) -> None:
 
 
 class OpenForWriting:
-    """A file that is written past the page cache where that is possible.
+    """A file that is written past the page cache where possible.
 
-    Owns both descriptors: `cached` from the start, and one for direct writes that is opened here
+    Owns both descriptors: `cached` from the start, and one for direct writes, which is opened here
     under the same `name` (below `dir_fd`, if given).
     """
 
@@ -293,7 +312,7 @@ class OpenForWriting:
         self._refused = False
         if direct_alignment(cached) != 0:
             flags = os.O_WRONLY | os.O_CLOEXEC | os.O_DIRECT
-            with contextlib.suppress(OSError):  # the file system may know no direct writes
+            with contextlib.suppress(OSError):  # the file system may not support direct writes
                 self._direct = os.open(name, flags, dir_fd=dir_fd)
 
     def write(self, data: memoryview, offset: int) -> None:
@@ -306,60 +325,61 @@ class OpenForWriting:
                 except OSError as error:
                     if error.errno != errno.EINVAL:
                         raise
-                    self._refused = True  # it wants another alignment: never ask again
+                    self._refused = True  # it needs another alignment: use the cache from now on
             write_all(self.cached, data, offset)
 
     def close(self) -> None:
-        """Close both descriptors, or let the last who uses them do so.
+        """Close both descriptors, now or when their last user leaves.
 
-        Raises OSError: some file systems tell only then that a write failed.
+        Raises OSError: some file systems report a failed write only on close.
         """
-        if self._is_closed_now():
+        if self._mark_closed():
             close_all((self.cached, self._direct))
 
     @guarded
-    def _is_closed_now(self) -> bool:
-        """Use it no more. Returns whether this is the first time, and nobody uses it."""
+    def _mark_closed(self) -> bool:
+        """Mark the file closed. Returns whether this is the first time and it has no users."""
         self._closed, was = True, self._closed
         return not was and not self._users
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside, the descriptors stay what they are: a number that was closed is soon another's.
+        """Keep the descriptors open inside the block.
 
-        Raises OSError if the file was closed.
+        The system reuses the number of a closed descriptor for another file. Raises OSError if the
+        file was closed.
         """
-        self._is_used()
+        self._add_user()
         try:
             yield
         finally:
-            if self._is_left():
+            if self._remove_user():
                 close_all((self.cached, self._direct))
 
     @guarded
-    def _is_used(self) -> None:
+    def _add_user(self) -> None:
         if self._closed:
             raise OSError(errno.EBADF, "the file was closed")
         self._users += 1
 
     @guarded
-    def _is_left(self) -> bool:
-        """One user less. Returns whether it was the last of a closed file."""
+    def _remove_user(self) -> bool:
+        """Remove one user. Returns whether it was the last one of a closed file."""
         self._users -= 1
         return self._closed and not self._users
 
 
-# The part of struct statx, and of the request for it, that Python does not offer yet.
+# The part of struct statx, and of the request for it, that Python does not expose yet.
 _STATX_NBYTES = 256
-_STATX_MEMORY = 152  # and what offsets want follows it
+_STATX_MEMORY = 152  # offset of the memory alignment; the offset alignment follows it
 _STATX_DIOALIGN = 0x2000
 _AT_EMPTY_PATH = 0x1000
 
 
 def direct_alignment(descriptor: int) -> int | None:
-    """What multiples direct reads and writes of an open file want: bytes, 0 if it takes none.
+    """Return the alignment in bytes for direct I/O on an open file; 0 if it allows none.
 
-    None where the system does not tell: before Linux 6.1, and for many kinds of file systems.
+    None if the system does not report it: before Linux 6.1, and for many kinds of file systems.
     """
     statx = getattr(libc, "statx", None)
     if statx is None:
@@ -374,10 +394,10 @@ def direct_alignment(descriptor: int) -> int | None:
 
 
 def sync_names(descriptor: int) -> None:
-    """See that the names in an open directory survive a power cut. Raises OSError.
+    """Sync the names in an open directory against a power cut. Raises OSError.
 
-    XFS that has shut down, because its disk failed, syncs a directory without an error and without
-    doing it. But it tells no status any more.
+    An XFS that has shut down because its disk failed reports success for a directory sync that it
+    did not do. It fails `fstat`, however.
     """
     os.fsync(descriptor)
     os.fstat(descriptor)

@@ -1,7 +1,7 @@
-"""The lock of a store's directory: who holds it, and what becomes of it when processes fork or die.
+"""The lock of a store's directory, across forks and crashes.
 
-It is a `flock` on the file LOCK, which is never removed and says who holds it. The file is empty
-only if its last owner closed the directory and had seen to it that every name in it lasts.
+It is a `flock` on the file LOCK, which is never removed and names its owner. The file is empty only
+if its last owner closed the directory and synced every name in it.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from tierstore.system.objects import LOCK, READ
 
 MAX_PROCESS = 1 << 31
 MAX_SHOWN = 64
-"""Characters of what LOCK says, at most: anything may lie there."""
+"""Maximum characters of LOCK's content in a message: the file may contain anything."""
 
-# Locks that this process holds. A forked child has copies of the descriptors, and as long as one is
-# open the lock is held: so the child closes them, lest it keep others out when its parent is gone.
+# Locks that this process holds. A forked child inherits the descriptors, and the lock is held while
+# any copy is open. The child closes them, or it would hold the lock after its parent ends.
 _held: set[int] = set()
 
 
-def leave_to_the_parent(held: set[int] = _held) -> None:
-    """Close the copies that a forked child has of its parent's locks."""
+def close_inherited_locks(held: set[int] = _held) -> None:
+    """Close the copies of its parent's locks that a forked child inherits."""
     while held:
         os.close(held.pop())
 
 
-os.register_at_fork(after_in_child=leave_to_the_parent)
+os.register_at_fork(after_in_child=close_inherited_locks)
 
 
 def take_lock(disk_dir: str) -> tuple[int, bool]:
@@ -49,43 +49,48 @@ def take_lock(disk_dir: str) -> tuple[int, bool]:
     try:
         return descriptor, _take(descriptor, disk_dir)
     except BaseException:
-        give_back(descriptor)
+        release_lock(descriptor)
         raise
 
 
 def _take(descriptor: int, disk_dir: str) -> bool:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        raise OSError(errno.EINVAL, "LOCK is no file of its own", os.path.join(disk_dir, LOCK))
+        raise OSError(
+            errno.EINVAL, "LOCK is not a regular file with one name", os.path.join(disk_dir, LOCK)
+        )
     if not try_lock(descriptor):
         raise StoreLockedError(
             f"{disk_dir} is in use by another live store ({describe_owner(descriptor)}): close "
             "that one, share it between pipelines, or choose another disk_dir"
         ) from None
     was_closed = os.fstat(descriptor).st_size == 0
-    sign_lock(descriptor)
+    write_owner(descriptor)
     return was_closed
 
 
-def give_back(descriptor: int) -> None:
-    """Give the lock back, also where a child that was forked past Python has a copy of it."""
-    if descriptor in _held:  # else this is such a child, and the lock is its parent's
+def release_lock(descriptor: int) -> None:
+    """Release the lock, even if a child that was forked outside Python has a copy of it."""
+    if descriptor in _held:  # otherwise this is a forked child, and its parent owns the lock
         _held.discard(descriptor)
-        with contextlib.suppress(OSError):  # the file system knows no locks
+        with contextlib.suppress(OSError):  # the file system does not support locks
             fcntl.flock(descriptor, fcntl.LOCK_UN)
         close_quietly(descriptor)
 
 
-def sign_lock(descriptor: int) -> None:
-    """Write into the LOCK file who holds it: for the messages of others, and because the file is
-    empty only if the last owner has seen to it that nothing is in doubt."""
+def write_owner(descriptor: int) -> None:
+    """Write this process into the LOCK file.
+
+    Other processes show it in their messages, and an empty file means that the last owner synced
+    all names.
+    """
     owner = json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode()
     os.pwrite(descriptor, owner, 0)
     os.ftruncate(descriptor, len(owner))
 
 
 def try_lock(descriptor: int) -> bool:
-    """Take the lock, bearing with somebody who only looks whether it is held (`is_locked`)."""
+    """Try to take the lock, retrying while `is_locked` probes it in another process."""
     for _ in range(5):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,7 +101,7 @@ def try_lock(descriptor: int) -> bool:
 
 
 def describe_owner(descriptor: int) -> str:
-    """Who wrote the LOCK file, for a message."""
+    """Describe the process that wrote the LOCK file, for a message."""
     try:
         owner = json.loads(os.pread(descriptor, 4096, 0))
         process, host = owner["pid"], str(owner["host"])
@@ -106,7 +111,7 @@ def describe_owner(descriptor: int) -> str:
         return "an unknown process"
     name = f"process {process} on {host[:MAX_SHOWN]!a}"
     if host == socket.gethostname() and _has_ended(process):
-        return f"{name}, which has ended: a process that it forked lives on, and must end too"
+        return f"{name}, which has ended: a process that it forked is alive, and must end too"
     return name
 
 
@@ -116,12 +121,12 @@ def _has_ended(process: int) -> bool:
     except ProcessLookupError:
         return True
     except PermissionError:
-        pass  # somebody else's, and alive
+        pass  # alive, and owned by another user
     return False
 
 
 def is_locked(disk_dir: str | Path) -> str | None:
-    """Who holds the directory's lock now; None if nobody does. Changes nothing."""
+    """Return a description of the lock's current owner; None if it is free. Changes nothing."""
     try:
         descriptor = os.open(os.path.join(disk_dir, LOCK), READ)
     except OSError:
@@ -132,6 +137,6 @@ def is_locked(disk_dir: str | Path) -> str | None:
     except BlockingIOError:
         return describe_owner(descriptor)
     except OSError:
-        return None  # the file system knows no locks
+        return None  # the file system does not support locks
     finally:
         close_quietly(descriptor)

@@ -1,4 +1,4 @@
-"""The machine: versions, memory, file systems, direct reads, GPUs."""
+"""Describes the machine: versions, memory, file systems, direct reads, GPUs."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from tierstore.model.sizes import PAGE, usable_memory
 from tierstore.system.file_systems import file_system_of as file_system_of
 
 LIBRARIES = Path(__file__).parents[1] / "adapters" / "compat"
-"""Each file there supports a library."""
+"""Directory in which each file supports one library."""
 
 
 def packages() -> list[str]:
-    """Return the packages whose versions matter: what this one needs, and what it supports."""
+    """Return the packages whose versions matter: requirements and supported libraries."""
     supported = [info.name for info in pkgutil.iter_modules([str(LIBRARIES)])]
     return sorted({*requirements(), "safetensors", *supported})
 
 
 def version_of(package: str) -> str | None:
     """Return the installed version of a package, without importing it."""
-    from importlib import metadata  # when it is needed: the command line must start at once
+    from importlib import metadata  # deferred, to keep the command line's start fast
 
     try:
         return metadata.version(package)
@@ -36,7 +36,7 @@ def version_of(package: str) -> str | None:
 
 
 def _text(path: Path) -> str | None:
-    """Read a file of the kernel; None if that fails."""
+    """Return the text of a kernel file; None if it cannot be read."""
     try:
         return path.read_text(errors="surrogateescape")
     except OSError:
@@ -44,20 +44,23 @@ def _text(path: Path) -> str | None:
 
 
 def direct_reads(directory: str) -> str:
-    """Try whether files there can be read past the page cache. Leaves no file behind."""
+    """Test whether files in a directory can be read past the page cache.
+
+    Leaves no file behind. Returns "yes", "no", or "not known: " and a reason.
+    """
     flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
     try:
         os.close(os.open(directory, flags, 0o600))
     except OSError as error:
-        return f"not known: a file without a name cannot be made there ({error.strerror})"
+        return f"not known: an unnamed file cannot be created there ({error.strerror})"
     try:
         descriptor = os.open(directory, flags | os.O_DIRECT, 0o600)
     except OSError as error:
         return "no" if error.errno == errno.EINVAL else f"not known: {error.strerror}"
     try:
-        room = memoryview(mmap.mmap(-1, PAGE))
-        os.pwrite(descriptor, room, 0)
-        return "yes" if os.preadv(descriptor, [room], 0) == PAGE else "no"
+        buffer = memoryview(mmap.mmap(-1, PAGE))
+        os.pwrite(descriptor, buffer, 0)
+        return "yes" if os.preadv(descriptor, [buffer], 0) == PAGE else "no"
     except OSError:
         return "no"
     finally:

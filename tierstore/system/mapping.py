@@ -1,5 +1,7 @@
-"""Maps of open files that hold no descriptor: there may be as many of them as there are groups. And
-files without names, to be mapped."""
+"""Maps open files without holding a descriptor per map, and creates unnamed files.
+
+There may be as many maps as there are groups.
+"""
 
 from __future__ import annotations
 
@@ -28,31 +30,33 @@ _MAPS_BY_DEFAULT = 65_530
 
 
 class TooManyMapsError(OSError):
-    """The process has so many memory maps that the others in it need those that are left."""
+    """The process has nearly as many memory maps as the system allows."""
 
 
 class MapLimit:
-    """Leaves a quarter of the maps that a process may have to whoever else is in it: a process
-    without any gets no thread and no memory."""
+    """Reserves a quarter of the process's memory maps for other code in it.
+
+    A process without free maps can start no thread and allocate no memory.
+    """
 
     def __init__(self, most: int | None = None) -> None:
         self._usable = (_most_maps() if most is None else most) * 3 // 4
-        self._unseen = 0  # maps that may be made before somebody looks how many there are
+        self._unseen = 0  # maps that may be made before the existing ones are counted again
 
     def count(self, maps: int) -> None:
-        """So many maps are about to be made. Raises TooManyMapsError if these are too many."""
-        self._unseen -= maps  # not exact where threads meet: half of what is left is a reserve
+        """Account for `maps` maps that the caller is about to make. Raises TooManyMapsError."""
+        self._unseen -= maps  # inexact under races: half of what is left is kept in reserve
         if self._unseen >= 0:
             return
         with open(_MAPS, "rb") as lines:
-            left = self._usable - sum(1 for _ in lines)
-        if left < maps:
+            remaining = self._usable - sum(1 for _ in lines)
+        if remaining < maps:
             raise TooManyMapsError(
                 errno.ENOMEM,
-                f"this process has {self._usable - left:,} memory maps, and {_MOST_MAPS} allows "
-                "few more: raise it (sysctl vm.max_map_count), or use fewer, larger groups",
+                f"this process has {self._usable - remaining:,} memory maps, and {_MOST_MAPS} "
+                "allows few more: raise it (sysctl vm.max_map_count), or use fewer, larger groups",
             )
-        self._unseen = left // 2
+        self._unseen = remaining // 2
 
 
 def _most_maps() -> int:
@@ -64,11 +68,11 @@ def _most_maps() -> int:
 
 
 map_limit = MapLimit()
-"""Whoever makes maps, as many as there are groups, counts them here."""
+"""The limit that counts all maps whose number grows with the number of groups."""
 
 
 def anonymous_file(directory: str) -> int:
-    """A file in `directory` that has no name, open for reading and writing."""
+    """Create an unnamed file in `directory`, open for reading and writing."""
     with contextlib.suppress(OSError):
         return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     path = os.path.join(directory, f".spill-{os.getpid()}-{os.urandom(8).hex()}")
@@ -86,25 +90,29 @@ def map_open_file(
     offset: int,
     nbytes: int,
     flags: int,
-    keeps: object = None,
+    owner: object = None,
     protection: int = mmap.PROT_READ | mmap.PROT_WRITE,
 ) -> memoryview:
-    """A map of whole pages of an open file, which must have them. Raises OSError.
+    """Map whole pages of an open file, which must have them. Raises OSError.
 
-    It goes when nothing looks at it any more; until then it holds what it `keeps`. Python's own
-    maps hold a descriptor each: a process would run out of those long before it does of maps.
-    Python takes it for writable in any case: who may not write to it by its `protection` must not.
+    The map is removed when its last view goes, and keeps a reference to `owner` until then.
+    Python's own maps hold a descriptor each: a process would run out of descriptors long before it
+    runs out of maps. Python treats the result as writable in any case: do not write to it unless
+    `protection` allows that.
     """
     map_limit.count(1)
     found = map_pages(None, nbytes, protection, flags, descriptor, offset)
-    return _seen(found, nbytes, keeps)
+    return _as_view(found, nbytes, owner)
 
 
 def map_beginning(
     descriptor: int, nbytes: int, flags: int, protection: int, alignment: int
 ) -> memoryview:
-    """A map, as `map_open_file` makes it, of the first bytes of a file, at an address that is a
-    multiple of `alignment`: pages larger than the usual ones can be mapped nowhere else."""
+    """Map the first bytes of a file, at an address that is a multiple of `alignment`.
+
+    Pages larger than the usual ones can be mapped at such addresses only. Otherwise as
+    `map_open_file`.
+    """
     reserved = nbytes + alignment
     start = map_pages(None, reserved, _NO_ACCESS, _RESERVE, -1, 0)
     address = -(-start // alignment) * alignment
@@ -118,7 +126,7 @@ def map_beginning(
         libc.munmap(start, address - start)
     if start + reserved > end:
         libc.munmap(end, start + reserved - end)
-    return _seen(address, nbytes, None)
+    return _as_view(address, nbytes, None)
 
 
 def map_pages(
@@ -129,8 +137,10 @@ def map_pages(
     descriptor: int = -1,
     offset: int = 0,
 ) -> int:
-    """Map whole pages, of no file where there is no `descriptor`. Returns the address. Raises
-    OSError."""
+    """Map whole pages and return their address. Without a `descriptor`, maps no file.
+
+    Raises OSError.
+    """
     found = libc.mmap(address, nbytes, protection, flags, descriptor, offset)
     if found in (None, FAILED):
         number = ctypes.get_errno() or errno.ENOMEM
@@ -138,9 +148,9 @@ def map_pages(
     return int(found)
 
 
-def _seen(address: int, nbytes: int, keeps: object) -> memoryview:
+def _as_view(address: int, nbytes: int, owner: object) -> memoryview:
     mapped = (ctypes.c_uint8 * nbytes).from_address(address)
-    weakref.finalize(mapped, _unmap, address, nbytes, keeps).atexit = False
+    weakref.finalize(mapped, _unmap, address, nbytes, owner).atexit = False
     return memoryview(mapped).cast("B")
 
 

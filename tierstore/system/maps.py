@@ -1,9 +1,9 @@
-"""Memory maps of files: what a weight shows while it is away, and which file a weight came from.
+"""Memory maps of files: host views of weights, and detection of weights that are mapped files.
 
-`from_pretrained` at a checkpoint's own dtype leaves every weight a private, copy-on-write map of
-the safetensors file. Linux tells which file and offset (`/proc/self/maps`), and whether a page was
-written to since (`/proc/self/pagemap`): a weight that nobody wrote to still is the file's bytes,
-and need not be stored again.
+`from_pretrained` at a checkpoint's own dtype leaves every weight as a private, copy-on-write map of
+the safetensors file. Linux reports the file and offset (`/proc/self/maps`), and whether a page was
+written to since (`/proc/self/pagemap`). A weight without written pages still equals the file's
+bytes, and need not be stored again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SWAPPED = np.uint64(1 << 62)
 
 
 class _ScanRequest(ctypes.Structure):
-    """`struct pm_scan_arg` of Linux: which pages to look for, and room for the first ones."""
+    """`struct pm_scan_arg` of Linux: the pages to look for, and a buffer for the first matches."""
 
     _names = (
         "size flags start end walk_end vec vec_len max_pages "
@@ -52,7 +52,7 @@ _IS_FILE, _IS_PRESENT, _IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A range of this process's addresses that shows a file."""
+    """A range of this process's addresses that maps a file."""
 
     start: int
     stop: int
@@ -63,7 +63,7 @@ class Mapping:
 
 
 class AddressSpace:
-    """The file mappings of this process at the moment of construction. Raises TransferError."""
+    """The file mappings of this process at the time of construction. Raises TransferError."""
 
     def __init__(self) -> None:
         with (
@@ -74,10 +74,10 @@ class AddressSpace:
         self._starts = [mapping.start for mapping in self._mappings]
 
     def extent_at(self, address: int, nbytes: int) -> Extent | None:
-        """The file bytes that memory [address, address + nbytes) shows, if it shows any, unchanged.
+        """Return the file extent that memory [address, address + nbytes) maps unchanged, or None.
 
-        The path is the file's name as the system knows it. None for memory of the process itself,
-        for a file that was removed or replaced since, and for pages that were written to.
+        The extent's path is the file's name as the system knows it. None for anonymous memory, for
+        a file that was removed or replaced since, and for pages that were written to.
         """
         at = bisect.bisect_right(self._starts, address) - 1
         if at < 0 or not nbytes or address + nbytes > self._mappings[at].stop:
@@ -90,7 +90,7 @@ class AddressSpace:
         if (status.st_dev, status.st_ino) != (mapping.device, mapping.inode):
             return None
         pages = _written_pages(address, nbytes)
-        if pages is None or pages.any():  # who cannot tell must store it
+        if pages is None or pages.any():  # unknown counts as written
             return None
         return Extent(mapping.path, mapping.offset + address - mapping.start, nbytes)
 
@@ -107,7 +107,7 @@ def _parse(line: str) -> Mapping | None:
 
 
 def _written_pages(address: int, nbytes: int) -> npt.NDArray[np.bool_] | None:
-    """For each page of a private file mapping, whether it was written to; None if unknown."""
+    """Return for each page of a private file mapping whether it was written to; None if unknown."""
     try:
         with open(PAGEMAP, "rb", buffering=0) as pagemap:
             return _written_pages_in(pagemap.fileno(), address, nbytes)
@@ -116,8 +116,10 @@ def _written_pages(address: int, nbytes: int) -> npt.NDArray[np.bool_] | None:
 
 
 def may_be_written(address: int, nbytes: int) -> bool:
-    """Whether any page of a private file mapping was written to since it was mapped, as far as the
-    system tells; True if it does not."""
+    """Return whether any page of a private file mapping was written to since it was mapped.
+
+    True if the system does not report it.
+    """
     try:
         with open(PAGEMAP, "rb", buffering=0) as pagemap:
             if not _any_written(pagemap.fileno(), address, address + nbytes):
@@ -140,9 +142,10 @@ def _written_pages_in(pagemap: int, address: int, nbytes: int) -> npt.NDArray[np
 
 
 def _any_written(pagemap: int, start: int, stop: int) -> bool:
-    """Whether any page of private file mappings in [start, stop) was written to, and maybe if not.
+    """Return whether private file mappings in [start, stop) may have a written page.
 
-    Where Linux can look for such pages itself, nothing is read: then the answer is right.
+    Where Linux can search for such pages itself (PAGEMAP_SCAN), the answer is exact; otherwise
+    True.
     """
     region = (ctypes.c_uint64 * _REGION_WORDS)()
     request = _ScanRequest(
@@ -164,7 +167,7 @@ def _any_written(pagemap: int, start: int, stop: int) -> bool:
 
 
 class _Span:
-    """Ranges that lie near each other, sorted and with their numbers, looked at together."""
+    """Ranges that lie near each other, checked together; sorted, with their numbers."""
 
     def __init__(self, ranges: list[tuple[int, int]], numbers: list[int]) -> None:
         self._start = ranges[0][0]
@@ -181,15 +184,15 @@ class _Span:
         if pages is None or not pages.any():
             return []
         before = np.concatenate(([0], np.cumsum(pages)))
-        # What lies between the ranges is somebody else's, and may well be written to.
+        # Memory between the ranges belongs to other code, which may write to it.
         numbers: list[int] = self._numbers[before[self._last + 1] > before[self._first]].tolist()
         return numbers
 
 
 class WriteWatch:
-    """Notices writes to ranges of private file mappings, given as (address, bytes).
+    """Detects writes to ranges of private file mappings, given as (address, bytes).
 
-    It looks at page tables, not at bytes: under a millisecond per gigabyte that nobody touched.
+    It reads page tables, not bytes: under a millisecond per gigabyte of untouched memory.
     """
 
     def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -205,10 +208,11 @@ class WriteWatch:
         self._spans = [_Span([ranges[i] for i in numbers], numbers) for numbers in near]
 
     def written(self) -> list[int]:
-        """The ranges in which a page was written to since it was mapped, by their number.
+        """Return the numbers of the ranges with a page that was written to since it was mapped.
 
-        A page counts for every range that has a part of it. Empty where the system does not tell.
-        Raises TransferError where it would, but cannot now: a write must not go unnoticed.
+        A page counts for every range that overlaps it. The result is empty where the system does
+        not report writes. Raises TransferError where it would, but cannot now: a write must not go
+        unnoticed.
         """
         try:
             with open(PAGEMAP, "rb", buffering=0) as pagemap:
@@ -220,10 +224,10 @@ class WriteWatch:
 
 
 def map_file(path: str, offset: int, nbytes: int) -> memoryview:
-    """A private, writable map of `nbytes` bytes of a file from byte `offset` on.
+    """Map `nbytes` bytes of a file from byte `offset` on, private and writable.
 
-    It costs no memory until it is read, reads as the file's bytes, and a write changes only what
-    this process sees. Raises TransferError.
+    The map takes no memory until it is read. It reads as the file's bytes, and writes are visible
+    to this process only. Raises TransferError.
     """
     lead = offset % mmap.ALLOCATIONGRANULARITY
     with transfer_errors("mapping", path=path):
@@ -231,8 +235,8 @@ def map_file(path: str, offset: int, nbytes: int) -> memoryview:
         try:
             if os.fstat(descriptor).st_size < offset + nbytes:
                 raise TruncatedFileError(
-                    f"{path} ends before byte {offset + nbytes:,}, up to which it should have "
-                    "tensors: download or save it again",
+                    f"{path} ends before byte {offset + nbytes:,}, the end of its tensors: "
+                    "download or save it again",
                     path=path,
                 )
             mapped = map_open_file(descriptor, offset - lead, nbytes + lead, mmap.MAP_PRIVATE)
@@ -241,16 +245,16 @@ def map_file(path: str, offset: int, nbytes: int) -> memoryview:
     return mapped[lead:]
 
 
-def nameless_file_memory(directory: str, nbytes: int) -> memoryview:
-    """Memory of `nbytes` bytes, all zero, that lies in a file of its own in `directory`: the system
-    may write it there, and it goes with the last who looks at it.
+def unnamed_file_memory(directory: str, nbytes: int) -> memoryview:
+    """Allocate `nbytes` zero bytes in an unnamed file in `directory`.
 
-    Raises DiskFullError or TransferError.
+    The system may write them to that disk, and frees them with their last view. Raises
+    DiskFullError or TransferError.
     """
-    with transfer_errors("making room in", path=directory):
+    with transfer_errors("reserving space in", path=directory):
         descriptor = anonymous_file(directory)
         try:
-            os.posix_fallocate(descriptor, 0, nbytes)  # a map of what has no room would kill
+            os.posix_fallocate(descriptor, 0, nbytes)  # writing to an unbacked map would kill us
             return map_open_file(descriptor, 0, nbytes, mmap.MAP_SHARED)
         finally:
             close_quietly(descriptor)

@@ -1,7 +1,8 @@
-"""Finding and reading object files: no lock, no write. `tierstore-inspect` needs no more than this.
+"""Finds and reads object files, without a lock and without writing.
 
-Nothing that lies in a directory is trusted: links are not followed, and whatever is no regular file
-is told from its directory entry or its status before it is opened.
+`tierstore-inspect` needs no more than this. Directory contents are untrusted: links are not
+followed, and anything that is not a regular file is detected by its directory entry or its status
+before it is opened.
 """
 
 from __future__ import annotations
@@ -34,38 +35,38 @@ from tierstore.system.files import close_quietly, read_fully, transfer_error, tr
 STORE_FORMAT = 1
 MARKER, LOCK, OBJECTS, TEMPORARY = "STORE.json", "LOCK", "objects", "tmp"
 MAX_MARKER_BYTES = 65536
-OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""Errors of whoever looks, not of what is looked at."""
+PROCESS_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""Errors that concern the reading process, not the file."""
 OBJECT_NAME = re.compile(r"[0-9a-f]{32}\.safetensors")
 _FETCHING_THREADS = 8
 _AT_ONCE = 16
-"""Headers that one thread fetches before it says so."""
+"""Headers that one thread fetches before it returns them."""
 SHARD_NAME = re.compile(r"[0-9a-f]{2}")
 READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def object_name(key: str) -> str:
-    """Where the object of `key` lies below `objects/`."""
+    """Return the path of the object file of `key`, relative to `objects/`."""
     name = hashlib.sha256(key.encode()).hexdigest()[:32]
     return f"{name[:2]}/{name}.safetensors"
 
 
 def check_key(key: object) -> str:
-    """A key as it may be used: any text of 1 to 1,024 bytes of UTF-8."""
+    """Return the key if it is valid: text of 1 to 1,024 bytes of UTF-8. Raises ValueError."""
     text = check_text(key, "a key")
     length = len(text.encode())
     if not 1 <= length <= MAX_KEY_BYTES:
         raise ValueError(
-            f"a key has 1 to {MAX_KEY_BYTES} bytes of UTF-8, this one {length}: use another key"
+            f"a key has 1 to {MAX_KEY_BYTES} bytes of UTF-8, this one has {length}: use another key"
         )
     return text
 
 
-# A directory may have 100,000 of the next two: plain tuples are made in a quarter of the time.
+# A directory may have 100,000 of the next two: creating a tuple takes a quarter of the time.
 
 
 class FoundObject(NamedTuple):
-    """An object file: what it holds, or the error that says why that cannot be told."""
+    """An object file: its contents, or the error that prevents reading them."""
 
     path: str
     stored: StoredObject | None
@@ -73,8 +74,10 @@ class FoundObject(NamedTuple):
 
 
 def _header_bytes(descriptor: int, path: str, size: int, first: bytes) -> bytes:
-    """The header of an open file of `size` bytes, without its length. As a rule, it is among the
-    `first` bytes, up to a page, which were read."""
+    """Return the header of an open file of `size` bytes, without its length field.
+
+    `first` has the first bytes of the file, up to a page; they usually contain the whole header.
+    """
     length = header_length(first[:LENGTH_BYTES], size, path)
     raw = first[LENGTH_BYTES : LENGTH_BYTES + length]
     if len(raw) < length:
@@ -85,9 +88,9 @@ def _header_bytes(descriptor: int, path: str, size: int, first: bytes) -> bytes:
 
 
 class FetchedHeader(NamedTuple):
-    """The header of an object file as it lies there, or why it could not be read.
+    """The raw header of an object file, or the error that prevents reading it.
 
-    `status` is that of the file; None if it could not be opened.
+    `status` is the file's status; None if it could not be opened.
     """
 
     path: str
@@ -96,10 +99,10 @@ class FetchedHeader(NamedTuple):
     error: OSError | TransferError | None = None
 
     def found(self, reader: HeaderReader) -> FoundObject:
-        """What the object file holds. Errors of the file are told in the result, not raised.
+        """Parse the header. Errors of the file are returned in the result, not raised.
 
-        Raises FileNotFoundError if it has just vanished, and TransferError if this process could
-        not look into any file: that says nothing about this one.
+        Raises FileNotFoundError if the file has just vanished, and TransferError if this process
+        cannot open any file, which says nothing about this one.
         """
         path, error = self.path, self.error
         if error is None:
@@ -112,18 +115,18 @@ class FetchedHeader(NamedTuple):
         if isinstance(error, FileNotFoundError):
             raise error
         failed = transfer_error(error, "opening", key=None, path=path)
-        if error.errno in OF_THE_PROCESS:
+        if error.errno in PROCESS_ERRORS:
             raise failed from error
         return FoundObject(path, None, failed)
 
     def _stored(self, reader: HeaderReader) -> StoredObject:
         path = self.path
-        assert self.status is not None, "it was read"
+        assert self.status is not None, "a header without an error has a status"
         stored = reader.read(self.raw, self.status.st_size, path)
         if not path.endswith(os.sep + object_name(stored.key)):
             raise CorruptDataError(
-                f"{path} says it has key {stored.key!r}, whose file has another name: it was "
-                "copied or renamed; remove it",
+                f"{path} has key {stored.key!r}, whose file has another name: it was copied or "
+                "renamed; remove it",
                 key=stored.key,
                 path=path,
             )
@@ -131,7 +134,7 @@ class FetchedHeader(NamedTuple):
 
 
 def fetch_header(path: str, dir_fd: int | None = None, name: str | None = None) -> FetchedHeader:
-    """Read the header of one object file. Never raises an error of the system."""
+    """Read the header of one object file. Never raises a system error."""
     name = name or path
     try:
         status = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
@@ -146,7 +149,7 @@ _Read = Callable[[int, int, int], bytes]
 
 
 def _fetch(path: str, dir_fd: int | None, name: str, read: _Read = read_fully) -> FetchedHeader:
-    """Read the header of what was a regular file when it was looked at."""
+    """Read the header of a file that was regular when its entry was read."""
     descriptor = status = None
     try:
         descriptor = os.open(name, READ, dir_fd=dir_fd)
@@ -164,35 +167,36 @@ def _fetch(path: str, dir_fd: int | None, name: str, read: _Read = read_fully) -
 
 
 def _no_file(path: str) -> CorruptDataError:
-    return CorruptDataError(f"{path} is no regular file: remove it", path=path)
+    return CorruptDataError(f"{path} is not a regular file: remove it", path=path)
 
 
 class _NotCachedError(Exception):
-    """A page is not in the page cache, or nobody can tell."""
+    """A page is not in the page cache, or the system does not report it."""
 
 
 def _read_cached(descriptor: int, nbytes: int, offset: int) -> bytes:
-    """`read_fully`, if the page cache has it. Raises _NotCachedError otherwise."""
-    room = bytearray(nbytes)
+    """Read as `read_fully` from the page cache alone. Raises _NotCachedError otherwise."""
+    buffer = bytearray(nbytes)
     try:
-        got = os.preadv(descriptor, [room], offset, os.RWF_NOWAIT)
+        got = os.preadv(descriptor, [buffer], offset, os.RWF_NOWAIT)
     except OSError as error:
         raise _NotCachedError from error
-    return bytes(room) if got == nbytes else read_fully(descriptor, nbytes, offset)
+    return bytes(buffer) if got == nbytes else read_fully(descriptor, nbytes, offset)
 
 
 def read_object(path: str, dir_fd: int | None = None, name: str | None = None) -> FoundObject:
-    """Look into one object file. Returns and raises what `FetchedHeader.found` does."""
+    """Read one object file's header. Returns and raises as `FetchedHeader.found`."""
     return fetch_header(path, dir_fd, name).found(HeaderReader())
 
 
 def fetch_headers(
     directory: int, path: str, entries: Iterable[os.DirEntry[str]], pool: ThreadPoolExecutor
 ) -> Iterator[FetchedHeader]:
-    """The headers of `entries` of an open directory that lies at `path`, in their order.
+    """Yield the headers of `entries` of an open directory that lies at `path`, in order.
 
-    From the first one on that the page cache does not have, threads fetch them: the disk has many
-    requests at once. Before that they would only take the interpreter's lock from each other.
+    Headers are read on this thread while the page cache has them: more threads would only contend
+    for the interpreter's lock. From the first one that is not cached on, the pool fetches them,
+    which keeps several requests in flight.
     """
     left = iter(entries)
     for entry in left:
@@ -215,10 +219,10 @@ def _fetch_entry(
 
 
 def is_regular(entry: os.DirEntry[str]) -> bool:
-    """Whether a directory entry is a regular file, as far as is known: nothing is raised."""
+    """Return whether a directory entry is a regular file. False if unknown; never raises."""
     try:
         return entry.is_file(follow_symlinks=False)
-    except OSError:  # some file systems tell only with the status
+    except OSError:  # some file systems report the type only in the status
         return False
 
 
@@ -236,13 +240,13 @@ def _fetch_at_once(
         yield from fetched
 
 
-def fetching() -> ThreadPoolExecutor:
-    """Threads for `fetch_headers`; those that are needed start when they are."""
+def header_threads() -> ThreadPoolExecutor:
+    """Return a pool for `fetch_headers`, whose threads start on demand."""
     return ThreadPoolExecutor(_FETCHING_THREADS, "tierstore-headers")
 
 
-def intact_object(path: str) -> StoredObject:
-    """What one object file holds. Raises the error that was found in it."""
+def read_valid_object(path: str) -> StoredObject:
+    """Return the contents of one object file. Raises the error found in it."""
     found = read_object(path)
     if found.stored is None:
         raise found.error or CorruptDataError(f"{path} cannot be read: remove it", path=path)
@@ -250,13 +254,14 @@ def intact_object(path: str) -> StoredObject:
 
 
 def find_objects(disk_dir: str | Path) -> Iterator[FoundObject]:
-    """Every object file of a directory, in the order of names. Links are not followed.
+    """Yield every object file of a directory, in the order of names. Links are not followed.
 
-    Raises TransferError if a part of it cannot be listed: what is there must not seem to be gone.
+    Raises TransferError if a part of it cannot be listed: existing objects must not seem to be
+    missing.
     """
     root = os.path.join(disk_dir, OBJECTS)
     reader = HeaderReader()
-    with fetching() as pool, _listed(root, SHARD_NAME) as (shards, _):
+    with header_threads() as pool, _listed(root, SHARD_NAME) as (shards, _):
         for shard in shards:
             path = os.path.join(root, shard.name)
             with _listed(path, OBJECT_NAME) as (objects, directory):
@@ -266,16 +271,17 @@ def find_objects(disk_dir: str | Path) -> Iterator[FoundObject]:
 
 
 def entries_of(directory: int) -> list[os.DirEntry[str]]:
-    """The entries of an open directory, in the order of names. Raises OSError."""
+    """List the entries of an open directory in the order of names. Raises OSError."""
     with os.scandir(directory) as entries:
         return sorted(entries, key=operator.attrgetter("name"))
 
 
 @contextlib.contextmanager
 def _listed(path: str, pattern: re.Pattern[str]) -> Iterator[tuple[list[os.DirEntry[str]], int]]:
-    """The entries of a directory, in the order of names, and the directory, which is open inside.
+    """Yield the matching entries of a directory, in the order of names, and its descriptor.
 
-    No entries if it is none, or a link to one. Raises TransferError.
+    The descriptor is open inside the block. Yields no entries if the path is not a directory, or a
+    link to one. Raises TransferError.
     """
     try:
         directory = os.open(path, READ | os.O_DIRECTORY)
@@ -293,7 +299,7 @@ def _listed(path: str, pattern: re.Pattern[str]) -> Iterator[tuple[list[os.DirEn
 
 
 def read_marker(disk_dir: str | Path) -> dict[str, object] | None:
-    """What STORE.json says; None if the directory is no store.
+    """Return the contents of STORE.json; None if the directory is not a store.
 
     Raises TierStoreError if it is damaged or of a newer format.
     """
@@ -314,7 +320,7 @@ def read_marker(disk_dir: str | Path) -> dict[str, object] | None:
     if type(version) is not int or version != STORE_FORMAT or requires != []:
         needs = f" and needs {requires!r:.100}" if requires != [] else ""
         raise TierStoreError(
-            f"{path} says format {version!r:.100}{needs}, this version of tierstore knows format "
-            f"{STORE_FORMAT}: upgrade tierstore, or use another disk_dir"
+            f"{path} has format {version!r:.100}{needs}, but this version of tierstore reads "
+            f"format {STORE_FORMAT}: upgrade tierstore, or use another disk_dir"
         )
     return dict(marker)

@@ -1,4 +1,4 @@
-"""The streams of an accelerator, and which of them a thread's device work goes to."""
+"""The streams of an accelerator, and the current stream of a thread."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ import torch
 T = TypeVar("T")
 
 
-def selecting(device: torch.device) -> Callable[[], None]:
-    """What a thread of the store does first: from then on `device` is its current device.
+def device_selector(device: torch.device) -> Callable[[], None]:
+    """Return a function that makes `device` the current device of the calling thread.
 
-    Otherwise it would be device 0, and whatever asks for the current device there, such as the
-    registration of host memory, would set that one up and take memory of it.
+    Threads of the store call it first. Otherwise their current device would be 0, and code that
+    uses the current device, such as host memory registration, would initialise that one and take
+    memory on it.
     """
 
     def select() -> None:
         if device.type == "cpu":
             return
-        with suppress(RuntimeError):  # a device that is lost is told of by what is done there
+        with suppress(RuntimeError):  # a lost device raises again when it is used
             torch.accelerator.set_device_index(device)
 
     return select
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether what this thread tells the device now goes into a graph instead of being done."""
-    ask = question_of_capture(device.type)
+    """Return whether this thread's device work is now captured into a graph instead of executed."""
+    ask = capture_query(device.type)
     return ask is not None and bool(ask())
 
 
 @functools.cache
-def question_of_capture(kind: str) -> Callable[[], bool] | None:
-    """Return the function that answers `is_captured` for a kind of device; None if it has none."""
+def capture_query(kind: str) -> Callable[[], bool] | None:
+    """Return the function that `is_captured` calls for a kind of device; None if it has none."""
     if kind == "cpu":
         return None
     module = torch.get_device_module(kind)  # takes some microseconds
     return getattr(module, "is_current_stream_capturing", None)
 
 
-def entered(stream: torch.Stream) -> torch.Stream:
-    """A context in which `stream` is the current one of the thread that enters it; to enter once.
+def stream_context(stream: torch.Stream) -> torch.Stream:
+    """Return a context manager, to enter once, that makes `stream` the thread's current stream.
 
-    torch keeps the stream to return to on the object that is entered. Two threads that entered the
-    same object would return to each other's stream, so each use gets an object of its own.
+    torch keeps the stream to return to on the entered object. Two threads that entered the same
+    object would restore each other's stream: each use needs an object of its own.
     """
     return torch.Stream(
         stream_id=stream.stream_id,
@@ -56,16 +57,16 @@ def entered(stream: torch.Stream) -> torch.Stream:
     )
 
 
-def on(stream: torch.Stream, action: Callable[[], T]) -> T:
-    """Do something with `stream` as the current one of this thread.
+def run_on(stream: torch.Stream, action: Callable[[], T]) -> T:
+    """Call `action` with `stream` as the current stream of this thread.
 
-    There are two ends, as for locks: an interrupt may come before the inner one has given the
-    caller's own stream back. To set a stream sets its device, too.
+    The stream is restored in two nested `finally` clauses, as for locks: an interrupt may come
+    before the inner one has restored the caller's stream. Setting a stream also sets its device.
     """
     device = torch.accelerator.current_device_index()
     before = torch.accelerator.current_stream(stream.device_index)
 
-    def give_back() -> None:
+    def restore() -> None:
         torch.accelerator.set_stream(before)
         torch.accelerator.set_device_index(device)
 
@@ -74,15 +75,15 @@ def on(stream: torch.Stream, action: Callable[[], T]) -> T:
             torch.accelerator.set_stream(stream)
             return action()
         finally:
-            give_back()
+            restore()
     finally:
-        give_back()
+        restore()
 
 
 def empty_cache(device: torch.device) -> None:
-    """Give the memory that torch keeps for later back to the device, for any stream to have it.
+    """Release the memory that torch caches to the device, for use by any stream.
 
-    Waits for the device. Nothing happens where torch keeps none.
+    Waits for the device. Does nothing where torch caches none.
     """
     empty = getattr(torch.get_device_module(device), "empty_cache", None)
     if empty is not None:

@@ -1,4 +1,4 @@
-"""Between torch tensors and packed bytes."""
+"""Conversion between torch tensors and packed bytes."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def dtype_name(tensor: torch.Tensor, name: str) -> str:
-    """The safetensors name of a tensor's dtype. Raises TypeError if it has none."""
+    """Return the safetensors name of a tensor's dtype. Raises TypeError if it has none."""
     found = NAMES.get(tensor.dtype)
     if found is None:
         raise TypeError(
-            f"tensor {name!r} has the dtype {tensor.dtype}, which safetensors files do not know: "
-            "convert it first"
+            f"tensor {name!r} has the dtype {tensor.dtype}, which safetensors files do not "
+            "support: convert it first"
         )
     return found
 
@@ -60,30 +60,31 @@ def dtype_name(tensor: torch.Tensor, name: str) -> str:
 def view_all(
     spec: GroupSpec, memory: torch.Tensor, offsets: Mapping[str, int]
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a group as views of its packed bytes (uint8, 1-d)."""
+    """Return the tensors of a group as views of its packed bytes (uint8, 1-d)."""
     return {t.name: view_one(t, memory, offsets[t.name]) for t in spec.tensors}
 
 
-@torch.inference_mode(mode=False)  # they outlast what their first user is in
-def lasting_views(
+@torch.inference_mode(mode=False)  # the views outlive the first caller's inference mode
+def owning_views(
     spec: GroupSpec,
     memory: torch.Tensor,
     offsets: Mapping[str, int],
     holder: object,
-    again: Mapping[str, torch.UntypedStorage],
+    reused: Mapping[str, torch.UntypedStorage],
 ) -> dict[str, torch.Tensor]:
-    """`view_all`, of storages of their own that keep `holder`, which keeps the memory.
+    """Return the tensors of a group over storages that keep `holder` alive, and thereby the memory.
 
-    Tensors that overlap share one. Those named in `again` show these storages instead.
+    Overlapping tensors share a storage. Tensors named in `reused` use those storages instead of new
+    ones.
     """
     address, device = memory.data_ptr(), memory.device
     if not spec.simple:
-        whole = kept_storage(address, device, memory.nbytes, holder)
+        whole = storage_over(address, device, memory.nbytes, holder)
         return view_all(spec, memory.new_empty(0).set_(whole), offsets)
     found = {}
-    # This calls nothing that is written in Python: a group on its way to use has to be fast.
+    # No Python-level calls in this loop: it is on the critical path of a lease.
     for t, nbytes in zip(spec.tensors, spec.bytes_of_tensors, strict=True):
-        storage = again.get(t.name)
+        storage = reused.get(t.name)
         if storage is None:
             storage = storage_at(address + offsets[t.name], device, nbytes)
             storage.__dict__["holder"] = holder
@@ -92,17 +93,17 @@ def lasting_views(
     return found
 
 
-def kept_storage(
+def storage_over(
     address: int, device: torch.device, nbytes: int, holder: object
 ) -> torch.UntypedStorage:
-    """A storage over memory that `holder` keeps, which it keeps for as long as it is there."""
+    """Return a storage over memory that `holder` owns. The storage keeps `holder` alive."""
     storage: torch.UntypedStorage = storage_at(address, device, nbytes)
     vars(storage)["holder"] = holder
     return storage
 
 
 def view_one(spec: TensorSpec, memory: torch.Tensor, offset: int) -> torch.Tensor:
-    """One tensor as a view of `memory` from byte `offset` on."""
+    """Return one tensor as a view of `memory` from byte `offset` on."""
     dtype = DTYPES[spec.dtype]
     if spec.nbytes == 0:
         return torch.empty(0, dtype=dtype, device=memory.device).as_strided(spec.shape, spec.stride)
@@ -110,20 +111,22 @@ def view_one(spec: TensorSpec, memory: torch.Tensor, offset: int) -> torch.Tenso
     return flat.as_strided(spec.shape, spec.stride)
 
 
-def show_block(views: Sequence[TensorSpec], memory: Any, offset: int) -> dict[str, torch.Tensor]:
-    """The tensors of a block that lies in `memory` (a buffer) from byte `offset` on.
+def block_tensors(views: Sequence[TensorSpec], memory: Any, offset: int) -> dict[str, torch.Tensor]:
+    """Return the tensors of a block that lies in `memory` (a buffer) from byte `offset` on.
 
-    Those that overlap share a storage, as they did when they came.
+    Overlapping tensors share a storage, as the original tensors did.
     """
     if len(views) == 1:
-        return {views[0].name: show_one(replace(views[0], offset=offset + views[0].offset), memory)}
+        return {
+            views[0].name: tensor_over(replace(views[0], offset=offset + views[0].offset), memory)
+        }
     stop = max(view.offset + view.nbytes for view in views)
     whole = torch.frombuffer(memory, dtype=torch.uint8, count=stop, offset=offset)
     return {view.name: view_one(view, whole, view.offset) for view in views}
 
 
-def show_one(spec: TensorSpec, memory: Any) -> torch.Tensor:
-    """One tensor over `memory` (a buffer), as a storage of its own that ends with the tensor."""
+def tensor_over(spec: TensorSpec, memory: Any) -> torch.Tensor:
+    """Return one tensor over `memory` (a buffer), in a storage that ends with the tensor."""
     dtype = DTYPES[spec.dtype]
     if spec.nbytes == 0:
         return torch.empty(0, dtype=dtype).as_strided(spec.shape, spec.stride)
@@ -133,8 +136,8 @@ def show_one(spec: TensorSpec, memory: Any) -> torch.Tensor:
 
 
 def clone_all(spec: GroupSpec, views: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Copies that share no memory with `views`, but among themselves where `views` do."""
-    if spec.simple:  # as almost all are: a copy of each is all there is to do
+    """Copy all tensors. Copies share memory among themselves where `views` do."""
+    if spec.simple:  # true of almost all groups: no storage is shared
         return {tensor.name: _clone(views[tensor.name]) for tensor in spec.tensors}
     blocks = blocks_of(views)
     copies: dict[str, torch.Tensor] = {}
@@ -153,26 +156,26 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def byte_view(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor:
-    """View `nbytes` bytes of a tensor's storage from byte `start` on, as uint8.
+    """Return `nbytes` bytes of a tensor's storage from byte `start` on, as a uint8 tensor.
 
-    Raises ValueError if the storage ends before them.
+    Raises ValueError if the storage is too short.
     """
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return set_over(view, tensor.untyped_storage(), start, (nbytes,), (1,))
+    return set_storage(view, tensor.untyped_storage(), start, (nbytes,), (1,))
 
 
-def set_over(
+def set_storage(
     tensor: torch.Tensor,
     storage: torch.UntypedStorage,
     offset: int,
     size: Sequence[int],
     stride: Sequence[int],
 ) -> torch.Tensor:
-    """Have a tensor show elements of a storage that somebody else owns, and return it.
+    """Point a tensor at elements of an existing storage, and return the tensor.
 
-    `offset` and `stride` count elements. `Tensor.set_` would make a storage that is too small grow,
-    and show what lies in the new memory. So does a storage that its owner has freed by
-    `resize_(0)`, as FSDP does between its uses.
+    `offset` and `stride` count elements. `Tensor.set_` would grow a storage that is too short, and
+    expose uninitialised memory. A storage is too short, for example, after its owner has freed it
+    by `resize_(0)`, as FSDP does between its uses.
 
     Raises ValueError if the storage ends before the last element.
     """
@@ -180,16 +183,16 @@ def set_over(
     needed = (offset + last + 1) * tensor.element_size()
     if storage.nbytes() < needed:
         raise ValueError(
-            f"the storage has {storage.nbytes():,} bytes, and the tensor needs {needed:,}: its "
+            f"the storage has {storage.nbytes():,} bytes, but the tensor needs {needed:,}: its "
             "memory was freed by resize_; pass it while it has its data"
         )
     return tensor.set_(storage, offset, tuple(size), tuple(stride))
 
 
 def blocks_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[Block, torch.Tensor]]:
-    """Cut tensors into blocks of storage, those that overlap sharing one, with their bytes.
+    """Partition tensors into blocks of storage, with their bytes; overlapping tensors share one.
 
-    Raises TypeError for what is no plain strided tensor of a dtype that safetensors knows.
+    Raises TypeError for anything but a plain strided tensor of a dtype that safetensors supports.
     """
     spans: dict[tuple[torch.device, int], list[tuple[int, int, str]]] = {}
     plain = {name: _plain(name, tensor) for name, tensor in tensors.items()}
@@ -202,9 +205,9 @@ def blocks_of(tensors: Mapping[str, torch.Tensor]) -> list[tuple[Block, torch.Te
     for found in spans.values():
         for start, stop, names in _merge(found):
             members = {name: plain[name] for name in names}
-            # Where dtypes meet, the first tensor's start may be none that the largest can have.
+            # With mixed dtypes, the first tensor's start may be misaligned for the largest one.
             start -= start % max(member.element_size() for member in members.values())
-            # Storages of one address may end at different places, as those of two numpy arrays.
+            # Storages at one address may have different lengths, as those of two numpy arrays.
             whole = max(members.values(), key=lambda t: t.untyped_storage().nbytes())
             specs = [_spec(name, tensor, start) for name, tensor in members.items()]
             block = block_of(specs, stop - start)
@@ -219,7 +222,7 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
     if not plain or tensor.device.type == "meta":
         raise TypeError(
-            f"tensor {name!r} ({tensor.layout}, {tensor.dtype}, on {tensor.device}) is no plain "
+            f"tensor {name!r} ({tensor.layout}, {tensor.dtype}, on {tensor.device}) is not a plain "
             "strided tensor with data: convert it first"
         )
     if hasattr(tensor, "__tensor_flatten__"):
@@ -232,14 +235,14 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _storage_address(name: str, tensor: torch.Tensor, stop: int) -> int:
-    """Return where a tensor's storage begins in memory. Its data ends at byte `stop` of it.
+    """Return the address of a tensor's storage, checking that it has `stop` bytes.
 
-    Raises TypeError for a tensor without memory of its own, as in a transform of torch.func, and
-    ValueError if the memory was freed.
+    Raises TypeError for a tensor without memory, as in a transform of torch.func, and ValueError if
+    the memory was freed.
     """
     try:
         storage = tensor.untyped_storage()
-        if storage.device.type == "meta":  # of a fake tensor, which says that it is elsewhere
+        if storage.device.type == "meta":  # a fake tensor, which reports another device
             raise NotImplementedError("its storage is on the meta device")
         address, nbytes = storage.data_ptr(), storage.nbytes()
     except RuntimeError as error:  # NotImplementedError is one
@@ -249,7 +252,7 @@ def _storage_address(name: str, tensor: torch.Tensor, stop: int) -> int:
         ) from error
     if nbytes < stop:
         raise ValueError(
-            f"the storage of tensor {name!r} has {nbytes:,} bytes, and its data needs {stop:,}: it "
+            f"the storage of tensor {name!r} has {nbytes:,} bytes, but its data needs {stop:,}: it "
             "was freed by resize_, as FSDP does between uses; store it while it has its data"
         )
     return address
@@ -272,8 +275,11 @@ def _merge(spans: list[tuple[int, int, str]]) -> list[tuple[int, int, list[str]]
     return merged
 
 
-def packed(key: str, tensors: Any) -> tuple[Packing, dict[str, torch.Tensor]]:
-    """How tensors lie in a group, and the bytes of its blocks. Raises TypeError or ValueError."""
+def pack_tensors(key: str, tensors: Any) -> tuple[Packing, dict[str, torch.Tensor]]:
+    """Return the packing of tensors in a group, and the bytes of its blocks.
+
+    Raises TypeError or ValueError.
+    """
     check_key(key)
     if not isinstance(tensors, Mapping):
         raise TypeError(
@@ -284,7 +290,7 @@ def packed(key: str, tensors: Any) -> tuple[Packing, dict[str, torch.Tensor]]:
     return packing, {name: data for name, (_, data) in sources.items()}
 
 
-def laid_out(key: str, packing: Packing, names: Iterable[str]) -> GroupSpec:
-    """A group of tensors that lie so."""
+def packed_spec(key: str, packing: Packing, names: Iterable[str]) -> GroupSpec:
+    """Return the spec of a group whose tensors lie as `packing` says."""
     by_name = {t.name: t for t in packing.specs()}
     return group_of(key, [by_name[name] for name in names], packing.nbytes)

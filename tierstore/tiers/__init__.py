@@ -1,1 +1,1 @@
-"""MOVE: a driver for each tier, hops between them, and the mover that runs instructions."""
+"""MOVE: a driver for each tier, hops between tiers, and the mover that runs instructions."""

@@ -1,4 +1,4 @@
-"""The tiers of one store: a driver for each, the hops between them, and the threads that copy."""
+"""Builds the tiers of a store: a driver for each, the hops between them, and their threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tierstore.model.tiers import Tier
 from tierstore.observe.journal import Journal
 from tierstore.system.file_table import FileTable
 from tierstore.system.files import DISK_THREADS
-from tierstore.system.streams import selecting
+from tierstore.system.streams import device_selector
 from tierstore.tiers.arena import Arena, host_arena
 from tierstore.tiers.device_tier import DeviceTier
 from tierstore.tiers.directory import ObjectDirectory
@@ -30,7 +30,7 @@ from tierstore.tiers.reading import DiskReader, DiskToHost
 from tierstore.tiers.shared_memory import SharedArena
 from tierstore.tiers.workers import EARLY, SerialExecutor, Workers
 
-if TYPE_CHECKING:  # it needs a package that not every installation has
+if TYPE_CHECKING:  # needs an optional dependency
     from tierstore.tiers.service_link import ServiceLink
 
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # it needs a package that not every installation has
 class StoreTiers:
     """The tiers that every store has. `device` is None on the CPU.
 
-    `top` is the fastest: what is leased is there. `reader` reads what is on disk, for hops.
+    `top` is the fastest tier, where leased groups reside. `reader` reads from disk for hops.
     """
 
     top: DeviceTier | HostTier
@@ -50,16 +50,16 @@ class StoreTiers:
 
 
 ExtraTier = Callable[[StoreTiers], tuple[TierDriver, Sequence[Hop]]]
-"""Makes the driver of a tier below the others, and the hops between it and the tier above it."""
+"""Factory of the driver of an additional lowest tier, and of the hops to and from it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TierSettings:
-    """What the tiers of a store are like: `budgets` are bytes by tier, None for no limit.
+    """Settings of a store's tiers. `budgets` are bytes by tier, None for no limit.
 
-    `extra_tiers` make what is below the disk, each slower than the one before it; each has its
-    budget here, too. Host memory lies in `shared_arena`, if there is one: then other processes see
-    it. Groups that a service serves are leased behind `link`.
+    `extra_tiers` create the tiers below the disk, each slower than the one before; each has its
+    budget in `budgets`. If `shared_arena` is set, host memory lies in it, and other processes can
+    read it. With `link`, groups that a service serves are leased from it.
     """
 
     device: torch.device
@@ -73,9 +73,9 @@ class TierSettings:
 def build(
     settings: TierSettings, directory: ObjectDirectory, callbacks: MoverCallbacks
 ) -> tuple[StoreTiers, Mover]:
-    """Make the tiers of these settings over the files of `directory`, and the mover between them.
+    """Build the tiers over the files of `directory`, and the mover between them.
 
-    Raises RuntimeError if the system starts no more threads. Those that did start have ended then.
+    Raises RuntimeError if the system starts no more threads, after ending those that did start.
     """
     with contextlib.ExitStack() as undo:
         built = _build(settings, directory, callbacks, undo)
@@ -89,7 +89,7 @@ def _build(
     callbacks: MoverCallbacks,
     undo: contextlib.ExitStack,
 ) -> tuple[StoreTiers, Mover]:
-    """Make the tiers. `undo` stops the threads that were started."""
+    """Build the tiers. `undo` stops the threads that were started."""
 
     def workers(count: int, name: str) -> Workers:
         started = Workers(count, name, begin)
@@ -97,9 +97,9 @@ def _build(
         return started
 
     device, budgets = settings.device, settings.budgets
-    begin = selecting(device)
+    begin = device_selector(device)
     on_device: DeviceTier | None = None
-    if Tier.DEVICE in budgets:  # before there are threads: there may be no such device
+    if Tier.DEVICE in budgets:  # before any thread starts: this fails without such a device
         on_device = DeviceTier(device, budgets[Tier.DEVICE])
     journal, serial, names = Journal(), SerialExecutor(), Counter[str]()
     undo.callback(serial.stop)
@@ -123,7 +123,7 @@ def _build(
     if on_device is not None:
         drivers.insert(0, on_device)
         onload = workers(1, "onload")
-        on_device.times.look_on(functools.partial(onload.submit, EARLY))
+        on_device.times.poll_on(functools.partial(onload.submit, EARLY))
         hops.append(HostToDevice(on_device, onload))
         hops.append(DeviceToHost(on_device, host, offload))
     for make in settings.extra_tiers:
@@ -134,9 +134,9 @@ def _build(
 
 
 def _host_arena(settings: TierSettings) -> Arena:
-    """Where copies in host memory lie."""
+    """Return the arena for copies in host memory."""
     budget, shared = settings.budgets[Tier.HOST], settings.shared_arena
     if shared is not None:
-        return Arena(budget, shared.make, shared.unmake, close=shared.close)
+        return Arena(budget, shared.make, shared.free, close=shared.close)
     on_device = Tier.DEVICE in settings.budgets
     return host_arena(budget, settings.device if on_device else torch.device("cpu"))

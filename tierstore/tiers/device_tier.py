@@ -12,25 +12,27 @@ import torch
 from tierstore.model.groups import ALIGNMENT, GroupSpec
 from tierstore.model.tiers import Tier
 from tierstore.observe.device_times import DeviceTimes, Mark
-from tierstore.system.streams import on
+from tierstore.system.streams import run_on
 from tierstore.tiers.arena import Slot, Spans, device_arena
 from tierstore.tiers.driver import MemoryTier
 from tierstore.tiers.entry import GroupEntry
 
-Places = list[tuple[torch.Tensor, torch.Tensor]]
-"""Parts of host slots, and the tensors of the device that go there."""
+CopyPairs = list[tuple[torch.Tensor, torch.Tensor]]
+"""Pairs of (target, source): parts of host slots, and device tensors."""
 
 
-def copy_all(places: Places) -> None:
-    """Copy each tensor to its place."""
-    for target, source in places:
+def copy_all(pairs: CopyPairs) -> None:
+    """Copy each source to its target."""
+    for target, source in pairs:
         target.copy_(source, non_blocking=True)
 
 
-def add_all(places: Places) -> None:
-    """Add each tensor to what its place holds, on the device: the processor is left to others, and
-    nobody waits. For that moment it takes as much memory there as the tensor itself."""
-    for target, source in places:
+def add_all(pairs: CopyPairs) -> None:
+    """Add each source to its target, on the device, without using the CPU or blocking.
+
+    Temporarily takes as much device memory as the tensor itself.
+    """
+    for target, source in pairs:
         total = target.to(source.device, non_blocking=True).add_(source)
         target.copy_(total, non_blocking=True)
 
@@ -38,9 +40,9 @@ def add_all(places: Places) -> None:
 class DeviceTier(MemoryTier):
     """Slots in the memory of `device`, never more than `budget` bytes (None: no limit).
 
-    Its books are kept by callers, as part of a step of the store. `up` and `down` are the streams
-    on which groups come and go; `times` tells when what was queued was done. Nothing here waits
-    for the device but `rebuild`.
+    Callers do its accounting, as part of a step of the store. `up` and `down` are the streams for
+    copies to and from the device; `times` measures when queued work was done. Only `rebuild` waits
+    for the device.
     """
 
     tier = Tier.DEVICE
@@ -53,20 +55,22 @@ class DeviceTier(MemoryTier):
         self.times = DeviceTimes(device, self.up)
 
     def used_on(self, entry: GroupEntry, mark: Mark) -> None:
-        """A lease ends. Device work up to `mark` uses the group's copy: its memory is not reused
-        before; nor, if somebody looks at it still, before what that stream does until nobody does.
+        """Record that a lease has ended; device work up to `mark` still uses the group's copy.
+
+        Its memory is not reused before that work is done. If views remain, it is not reused before
+        the work that the stream does while they exist, either.
         """
         slot = entry.slots[self.tier]
         pending = slot.pending
         pending[:] = [old for old in pending if not old.query()]
         pending.append(mark.event)
         slot.stream = mark.stream
-        if slot.views is not None and slot.views.are_looked_at():
-            self._use_longer(slot)
+        if slot.views is not None and slot.views.are_in_use():
+            self._extend_use(slot)
 
     @staticmethod
-    def _use_longer(slot: Slot) -> None:
-        """Somebody looks at a slot that no lease is of: it is used where the last lease was."""
+    def _extend_use(slot: Slot) -> None:
+        """Mark a slot with views but without a lease as used in the last lease's stream."""
         if slot.stream is not None:
             slot.streams.add(slot.stream)
 
@@ -75,69 +79,70 @@ class DeviceTier(MemoryTier):
         if slot is not None and slot.arrival is not None:
             slot.pending.append(slot.arrival)
             slot.arrival = None
-        self._drop(entry, functools.partial(self._give, keep=not entry.mutable))
+        self._drop(entry, functools.partial(self._release, keep=not entry.mutable))
 
-    def give_back_idle(self) -> None:
-        """Give memory back that no group has, to this process: torch keeps it for its own use."""
-        self.arena.give_back_idle(reclaim=False)
+    def free_idle(self) -> None:
+        """Release memory without a group to this process, where torch caches it."""
+        self.arena.free_idle(reclaim=False)
 
-    def leave(self, slot: Slot, spans: Spans) -> None:
-        self._use_longer(slot)
-        super().leave(slot, spans)
+    def detach(self, slot: Slot, spans: Spans) -> None:
+        self._extend_use(slot)
+        super().detach(slot, spans)
 
-    def end_left(self, slot: Slot) -> None:
-        self._await_late_uses(slot)
-        super().end_left(slot)
+    def free_detached(self, slot: Slot) -> None:
+        self._order_after_late_uses(slot)
+        super().free_detached(slot)
 
-    def _give(self, slot: Slot, *, keep: bool) -> None:
-        self._await_late_uses(slot)
-        self.arena.give(slot, keep=keep)
+    def _release(self, slot: Slot, *, keep: bool) -> None:
+        self._order_after_late_uses(slot)
+        self.arena.release(slot, keep=keep)
 
-    def _await_late_uses(self, slot: Slot) -> None:
-        """Nobody looks at the slot any more, but device work that was queued before may."""
+    def _order_after_late_uses(self, slot: Slot) -> None:
+        """Add events for work that was queued through views that are now gone."""
         while slot.streams:
             slot.pending.append(self.times.mark(slot.streams.pop()).event)
 
     def fill(
         self,
         slot: Slot,
-        places: Places,
+        pairs: CopyPairs,
         *,
         behind: bool,
-        move: Callable[[Places], None] = copy_all,
+        move: Callable[[CopyPairs], None] = copy_all,
     ) -> tuple[Mark, Mark]:
-        """Have the device fill parts of a host slot, each from a tensor of its own, by `move`.
+        """Queue copies from device tensors into parts of a host slot, by `move`.
 
-        In order with the current stream; or `behind` it, while that goes on. Who reads the slot
-        waits for what is pending there.
+        The copies are ordered with the current stream; with `behind`, they start after its current
+        work and run in parallel to its later work. Readers of the slot wait for its pending events.
+        Returns the marks of start and end.
         """
         stream = torch.accelerator.current_stream(self.device)
         if behind:
             self.down.wait_event(self.times.mark(stream).event)
             stream = self.down
-        for event in slot.look():  # of those who had the room before
+        for event in slot.poll():  # of the slot's earlier users
             stream.wait_event(event)
         began = self.times.mark(stream)
-        return began, slot.while_locked(lambda: self._queue(slot, stream, lambda: move(places)))
+        return began, slot.while_locked(lambda: self._queue(slot, stream, lambda: move(pairs)))
 
     def _queue(self, slot: Slot, stream: torch.Stream, move: Callable[[], None]) -> Mark:
-        """Queue what moves bytes to a host slot. Returns the mark that ends it."""
+        """Queue `move`, which writes to a host slot. Returns the mark of its end."""
         try:
-            on(stream, move)
+            run_on(stream, move)
             ended = self.times.mark(stream)
             slot.pending.append(ended.event)
         except BaseException:
-            stream.synchronize()  # the room may be another's next
+            stream.synchronize()  # the slot may be reused next
             raise
         return ended
 
     def rebuild(self, entries: Collection[GroupEntry], coming: Set[Any]) -> None:
-        """See which slots are in use, after somebody was cut short who changed that.
+        """Find out which slots are in use, after a change was interrupted.
 
-        This is the one place that waits for the whole device: what is queued there may use slots
-        that nobody knows.
+        Only this method waits for the whole device: work queued there may use slots that are
+        recorded nowhere.
         """
-        with suppress(RuntimeError):  # a device that is lost is told of by what is done there
+        with suppress(RuntimeError):  # a lost device raises again when it is used
             torch.accelerator.synchronize(self.device)
         in_use = []
         for entry in entries:
@@ -146,14 +151,14 @@ class DeviceTier(MemoryTier):
             slot = entry.slots.get(self.tier)
             if slot is not None:
                 in_use.append(slot)
-        in_use += [entry.slots[self.tier] for entry in self.borrowed if self.holds(entry)]
+        in_use += [entry.slots[self.tier] for entry in self.carved_out if self.holds(entry)]
         self.arena.recount(in_use)
 
 
 def copy_runs(
     spec: GroupSpec, host: torch.Tensor | None, device: torch.Tensor | None, *, up: bool
 ) -> None:
-    """Copy each run of a group's bytes between its slots' memory, `up` to the device or down."""
+    """Copy each run of a group's bytes between its slots, `up` to the device or down."""
     assert host is not None
     assert device is not None
     for here, there in parts_of(spec, host, device):
@@ -161,11 +166,13 @@ def copy_runs(
         target.copy_(source, non_blocking=True)
 
 
-def parts_of(spec: GroupSpec, host: torch.Tensor, device: torch.Tensor, offset: int = 0) -> Places:
-    """Each run of a group's bytes, in memory of the host and of the device.
+def parts_of(
+    spec: GroupSpec, host: torch.Tensor, device: torch.Tensor, offset: int = 0
+) -> CopyPairs:
+    """Return each run of a group's bytes, as parts of host and device memory.
 
-    `host` has the group's bytes from `offset` on, maybe not all of them; `device` is all of its
-    slot there.
+    `host` has the group's bytes from `offset` on, maybe not all of them; `device` is its whole slot
+    there.
     """
     found, end = [], offset + host.numel()
     for run in spec.runs:
@@ -179,6 +186,6 @@ def parts_of(spec: GroupSpec, host: torch.Tensor, device: torch.Tensor, offset: 
 
 
 def _part(memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-    """Some bytes of a slot's memory: mostly all of them, and then no view has to be made."""
+    """Return a range of a slot's memory, without creating a view if it is all of it."""
     whole = offset == 0 and nbytes == memory.numel()
     return memory if whole else memory[offset : offset + nbytes]

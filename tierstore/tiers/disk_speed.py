@@ -1,12 +1,12 @@
-"""The speed of a disk: measured as a store uses it, and remembered for later processes.
+"""Measures the speed of a disk in the way a store uses it, and remembers it for later processes.
 
-The measurement uses the code that a store reads and writes with, into memory like its own, past the
-page cache, in a file without a name, which never stays behind. Caches of the disk or of the host of
-a virtual machine are measured too. The processor's are not: reads fill as much memory as those of a
-store, as a disk seems faster if the same few megabytes are filled again and again.
+The measurement uses the code that a store reads and writes with, into memory like a store's, past
+the page cache, in an unnamed file, which never stays behind. It includes caches of the disk, or of
+the host of a virtual machine. It excludes the processor's caches: reads fill as much memory as a
+store's do, because a disk seems faster if the same few megabytes are filled repeatedly.
 
-Speeds are remembered in the user's cache directory, for the owner only, and are only a hint: if the
-file is missing, damaged or of another machine, the speed is unknown.
+Speeds are remembered in the user's cache directory, readable by the owner only, and are only a
+hint: if the file is missing, damaged or of another machine, the speed is unknown.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from tierstore.tiers.workers import Workers
 
 MIB = 1 << 20
 SMALLEST = 64 * MIB
-"""Bytes that a file to be measured must have at least."""
+"""Minimum bytes of a file to measure."""
 
 ROUNDS = 5
-"""How often the file is read."""
+"""Number of times the file is read."""
 
 _MEMORY = 256 * MIB
 _HUGE_PAGE = 2 * MIB
@@ -51,7 +51,7 @@ Advance = Callable[[int], object]
 """Called with the number of bytes of each move."""
 
 Progress = Callable[[str, int], AbstractContextManager[Advance]]
-"""Makes the progress bar of a phase, from its name and its number of bytes."""
+"""Creates the progress bar of a phase, from its name and its number of bytes."""
 
 
 # Measuring ----------------------------------------------------------------------------------------
@@ -62,7 +62,8 @@ class DiskSpeed:
     """The result, in bytes per second.
 
     `read` is the median over the rounds. `new` is the speed of writing blocks that the file had not
-    used before, `again` that of overwriting them. `direct`: the page cache was bypassed.
+    used before, `again` the speed of overwriting them. `direct` is True if the page cache was
+    bypassed.
     """
 
     read: float
@@ -71,11 +72,11 @@ class DiskSpeed:
     direct: bool
 
 
-def _silent(doing: str, nbytes: int) -> AbstractContextManager[Advance]:
+def _no_progress(doing: str, nbytes: int) -> AbstractContextManager[Advance]:
     return contextlib.nullcontext(lambda more: None)
 
 
-def measure(directory: str, nbytes: int, progress: Progress = _silent) -> DiskSpeed:
+def measure(directory: str, nbytes: int, progress: Progress = _no_progress) -> DiskSpeed:
     """Measure the disk of `directory` with a file of about `nbytes` bytes (at least SMALLEST).
 
     Raises OSError.
@@ -93,33 +94,33 @@ def _measured(file: OpenForWriting, nbytes: int, progress: Progress) -> DiskSpee
     memory, filler = _huge_memory(_MEMORY), random.Random(0)
     blocks = [memory[at : at + READ_BLOCK] for at in range(0, _MEMORY, READ_BLOCK)]
     for block in blocks:
-        # What repeats itself soon, some file systems would compress.
+        # Repeating content within a short distance would be compressed by some file systems.
         block[:] = filler.randbytes(MIB) * (READ_BLOCK // MIB)
-    rooms = itertools.cycle(blocks)
+    buffers = itertools.cycle(blocks)
     with progress("Writing", 2 * nbytes) as advance:
-        new, again = (_rate(file.write, rooms, nbytes, advance) for _ in range(2))
+        new, again = (_rate(file.write, buffers, nbytes, advance) for _ in range(2))
     os.fsync(file.cached)
     os.posix_fadvise(file.cached, 0, 0, os.POSIX_FADV_DONTNEED)
     data = DataFile(f"/proc/self/fd/{file.cached}", follow_links=True)
 
-    def read(room: memoryview, offset: int) -> None:
-        data.read_at_least(room, offset, len(room))
+    def read(buffer: memoryview, offset: int) -> None:
+        data.read_at_least(buffer, offset, len(buffer))
 
     with progress("Reading", ROUNDS * nbytes) as advance:
-        rates = [_rate(read, rooms, nbytes, advance) for _ in range(ROUNDS)]
+        rates = [_rate(read, buffers, nbytes, advance) for _ in range(ROUNDS)]
     return DiskSpeed(statistics.median(rates), new, again, data.direct)
 
 
 def _rate(
     move: Callable[[memoryview, int], None],
-    rooms: Iterator[memoryview],
+    buffers: Iterator[memoryview],
     nbytes: int,
     advance: Advance,
 ) -> float:
-    """Move every block of the file once: bytes per second."""
+    """Move every block of the file once. Returns bytes per second."""
 
     def one(offset: int) -> None:
-        move(next(rooms), offset)
+        move(next(buffers), offset)
         advance(READ_BLOCK)
 
     workers = Workers(DISK_THREADS, "measure")
@@ -132,7 +133,7 @@ def _rate(
 
 
 def _huge_memory(nbytes: int) -> memoryview:
-    """Memory in huge pages, as the slots of a store have it."""
+    """Allocate memory in huge pages, as the slots of a store have it."""
     mapped = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # without transparent huge pages it is slower, not wrong
         mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -146,7 +147,7 @@ def _huge_memory(nbytes: int) -> memoryview:
 def cache_file(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the path of the file with the speeds of disks."""
     wanted = environment.get("XDG_CACHE_HOME", "")
-    # A relative path is to be ignored, says the specification of these variables.
+    # The XDG specification says to ignore relative paths.
     root = Path(wanted) if os.path.isabs(wanted) else Path(os.path.expanduser("~"), ".cache")
     return root / "tierstore" / "disks.json"
 
@@ -186,13 +187,13 @@ def remember(path: str | os.PathLike[str], speed: float) -> Path:
 
 
 def _name_of(path: str | os.PathLike[str]) -> str:
-    """A file system's name. A device's number alone would be another disk's after a restart."""
+    """Return a name of the file system. Device numbers alone may change after a restart."""
     device, identity = os.stat(path).st_dev, os.statvfs(path).f_fsid
     return f"{os.uname().nodename} {device:x} {identity:x}"
 
 
 def _entries() -> dict[str, Any]:
-    """What the file says of each disk; nothing if it is no file of ours."""
+    """Return the entries of the file by disk; empty if it is not a valid file of ours."""
     document = read_document(cache_file(), _LARGEST_FILE, flags=READ & ~os.O_NOFOLLOW)
     entries = document.get("disks") if document.get("version") == 1 else None
     return entries if isinstance(entries, dict) else {}

@@ -1,4 +1,4 @@
-"""Copies on disk: objects that last, spilled groups that do not, and checkpoints of others."""
+"""Copies on disk: durable objects, spilled groups, and registered checkpoints."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierstore.model.locks import RLock, guarded
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 from tierstore.system.file_table import FileTable
-from tierstore.system.views import show_one
+from tierstore.system.views import tensor_over
 from tierstore.tiers.directory import ObjectDirectory, Staged
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.spill import Spill
@@ -24,20 +24,20 @@ from tierstore.tiers.workers import URGENT, Future, Job, SerialExecutor, Workers
 
 
 class RemovableFile(Protocol):
-    """A file that a copy is in, until it is removed."""
+    """A file that holds a copy, until it is removed."""
 
     def remove(self) -> None:
-        """Remove the file, on a thread that may wait. Never raises."""
+        """Remove the file, on a thread that may block. Never raises."""
 
 
 class DiskTier:
     """The object files and the spill of one store, and the checkpoints that it reads.
 
-    Of the versions of a key, the newest that was to be saved or removed decides what its file is,
-    whichever is faster. `names` are the keys of which there is any version. Files are written and
-    removed by `workers`, so that none of it is cut short; the books of what is where are kept by
-    `serial`. `spill` is there once it was needed, and `fetched` has the files of copies that can be
-    fetched again. A copy is where the entry's `source` says; room is taken when it is written.
+    Among the saves and removals of a key, the newest decides the state of its file, whichever
+    finishes first. `names` are the keys with any version. `workers` write and remove files, and no
+    interrupt reaches them; `serial` does the accounting. `spill` is created on demand, and
+    `fetched` has the files of copies that can be fetched again. A copy is where the entry's
+    `source` says; disk space is taken when it is written.
     """
 
     tier = Tier.DISK
@@ -61,33 +61,36 @@ class DiskTier:
         self._serial = serial
         self.spill: Spill | None = None
         self.fetched = WeakKeyDictionary[GroupEntry, RemovableFile]()
-        self.spilled_at = WeakKeyDictionary[GroupEntry, int]()  # offsets, but of mutable groups
-        self._committed: dict[str, int] = {}  # key -> newest version that is on disk, or removed
+        self.spilled_at = WeakKeyDictionary[GroupEntry, int]()  # offsets, except mutable groups
+        self._committed: dict[str, int] = {}  # key -> order of the newest save or removal
         self._written: set[str] = set()  # keys that have an object file
-        self._undead: dict[str, tuple[int, bool]] = {}  # files that could not be removed
-        self._removing: dict[int, str] = {}  # what is being removed now, by the order of removals
+        # Failed removals, by key: order and durability.
+        self._pending_deletes: dict[str, tuple[int, bool]] = {}
+        self._removing: dict[int, str] = {}  # key by the order of its removal in progress
         self._lock = RLock()
 
     def holds(self, entry: GroupEntry) -> bool:
         return entry.source is not None
 
     def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
-        """Who writes takes the room: only the file system knows whether there is any."""
+        """Do nothing: writing takes the space, and only the file system knows what is free."""
 
     def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
-        """The tensors of a settled group's copy: shared maps, each with its own memory.
+        """Return the tensors of a settled group's copy: shared maps, each with its own memory.
 
-        What is written to them is in the file. Raises TransferError where the file system knows no
+        Writes to them go to the file. Raises TransferError where the file system does not support
         such maps.
         """
         if entry.spill_extent is None or self.spill is None:
             raise RuntimeError(f"group {entry.group.key!r} was never saved")
-        shown = memoryview(self.spill.show(entry.spill_extent))
-        return {spec.name: show_one(spec, shown) for spec in entry.spec.tensors}
+        shown = memoryview(self.spill.map_extent(entry.spill_extent))
+        return {spec.name: tensor_over(spec, shown) for spec in entry.spec.tensors}
 
     def drop(self, entry: GroupEntry) -> None:
-        """An object file stays until its key is written anew or removed; but not what was fetched
-        from an object store, and can be again."""
+        """Drop a copy. An object file stays until its key is rewritten or removed.
+
+        A file that was fetched from an object store is removed, because it can be fetched again.
+        """
         entry.source, entry.files = None, {}
         if entry.backing is self.tier:
             entry.backing = None
@@ -96,32 +99,34 @@ class DiskTier:
             self.workers.submit(URGENT, fetched.remove)
         spilled_at = self.spilled_at.pop(entry, None)
         if spilled_at is not None and self.spill is not None:
-            room = functools.partial(self.spill.give_back, spilled_at, entry.spec.nbytes)
-            self.workers.submit(URGENT, room)
+            release = functools.partial(self.spill.release, spilled_at, entry.spec.nbytes)
+            self.workers.submit(URGENT, release)
 
     def close(self, entries: Iterable[GroupEntry]) -> None:
-        """Files stay, and are another store's to find."""
+        """Close all files. Object files stay for the next store."""
         self.files.close()
         if self.spill is not None:
             self.spill.close()
             self.spill = None
 
     def idle_for(self) -> float:
-        """For how many seconds the disk has begun and ended nothing."""
+        """Return the seconds since the disk last began or finished a job."""
         return time.monotonic() - self.workers.busy_since
 
-    # Writing, on a thread of the disk's --------------------------------------------------------
+    # Writing, on a thread of the disk ----------------------------------------------------------
 
     def save(self, entry: GroupEntry, data: memoryview) -> None:
-        """Write a group's packed bytes (page-aligned memory) as it is to be written, and note where
-        they are. Raises DiskFullError or TransferError."""
+        """Write a group's packed bytes (page-aligned memory), and record where they are.
+
+        Raises DiskFullError or TransferError.
+        """
         if entry.durable:
             self._save_object(entry, data)
         else:
             self._save_spilled(entry, data)
 
     def _save_spilled(self, entry: GroupEntry, data: memoryview) -> None:
-        spill = self._the_spill()
+        spill = self._get_spill()
         if entry.mutable:
             entry.spill_extent = entry.spill_extent or spill.take_extent(entry.spec.nbytes)
             entry.source = spill.save_in(entry.spill_extent, data, self.workers.run_parallel)
@@ -131,7 +136,7 @@ class DiskTier:
         entry.source = source
 
     @guarded
-    def _the_spill(self) -> Spill:
+    def _get_spill(self) -> Spill:
         if self.spill is None:
             self.spill = Spill(self._directory.path)
         return self.spill
@@ -145,29 +150,29 @@ class DiskTier:
         except DiskFullError:
             if self.spill is None or not self.spill.trim():
                 raise
-            staged = stage(run_parallel=self.workers.run_parallel)  # there is more room now
+            staged = stage(run_parallel=self.workers.run_parallel)  # after freeing space
         self._commit(key, entry.order, staged)
         entry.source = staged.stored.source(self._directory.path_of(key))
 
     @guarded
     def _commit(self, key: str, order: int, staged: Staged) -> None:
         if self._committed.get(key, -1) > order:
-            self._directory.abandon(staged)  # a newer version, or its removal, was faster
+            self._directory.abandon(staged)  # superseded by a newer version, or a removal
             return
-        self._written.add(key)  # also if it fails: the name may be there, but not for sure
+        self._written.add(key)  # even if commit fails: the name may exist
         self._directory.commit(staged)
         self._committed[key] = order
         self.files.forget(self._directory.path_of(key))
 
     @guarded
     def _remove(self, key: str, order: int, durable: bool) -> None:
-        """Remove the object file of `key`, and see that no version up to `order` is written.
+        """Remove the object file of `key`, and prevent writes of versions up to `order`.
 
-        Raises TransferError; then it is left.
+        Raises TransferError; the removal is pending then.
         """
-        self._undead.pop(key, None)
+        self._pending_deletes.pop(key, None)
         if self._committed.get(key, -1) > order:
-            return  # a newer one was written meanwhile
+            return  # superseded by a newer version
         if durable and key in self._names:
             self._committed[key] = order
         if key not in self._written:
@@ -175,14 +180,14 @@ class DiskTier:
         try:
             self._directory.remove(key)
         except TierStoreError:
-            self._undead[key] = order, durable
+            self._pending_deletes[key] = order, durable
             raise
         self._written.discard(key)
         self.files.forget(self._directory.path_of(key))
-        self._forget_what_nobody_writes()
+        self._prune_versions()
 
-    def _forget_what_nobody_writes(self) -> None:
-        """An order matters while an older version may be written, or a file is there."""
+    def _prune_versions(self) -> None:
+        """Forget orders of keys that have neither a file nor a version that may be written."""
         if len(self._committed) > 2 * len(self._names) + 64:
             orders = self._committed.items()
             there = self._written, self._names
@@ -191,29 +196,30 @@ class DiskTier:
     # For callers -------------------------------------------------------------------------------
 
     def add_file(self, key: str) -> None:
-        """The directory has an object file of `key`."""
+        """Record that the directory has an object file of `key`."""
         self._written.add(key)
 
     def write(self, entry: GroupEntry, data: memoryview) -> None:
-        """`save` for a caller, who waits for it. The group is settled, and durable."""
-        self._serial.ask_on(self.workers, functools.partial(self.save, entry, data)).wait()
+        """Call `save` and wait for it. The group is settled and durable."""
+        self._serial.submit_to(self.workers, functools.partial(self.save, entry, data)).wait()
 
     def create(self, entry: GroupEntry) -> None:
-        """Let the copy of a settled group be whatever lies in its place. Waits for the disk.
+        """Create the copy of a settled group with undefined contents. Waits for the disk.
 
         Raises DiskFullError or TransferError.
         """
-        self._serial.ask_on(self.workers, functools.partial(self._place, entry)).wait()
+        self._serial.submit_to(self.workers, functools.partial(self._reserve_extent, entry)).wait()
 
-    def _place(self, entry: GroupEntry) -> None:
-        spill = self._the_spill()
+    def _reserve_extent(self, entry: GroupEntry) -> None:
+        spill = self._get_spill()
         entry.spill_extent = spill.take_extent(entry.spec.nbytes)
         entry.source = spill.source_of(entry.spill_extent)
 
     def remove(self, key: str, order: int, durable: bool) -> Future[None] | None:
-        """Begin to remove the file of `key`, and see that no version up to `order` is written.
+        """Start removing the file of `key`, and prevent writes of versions up to `order`.
 
-        None: there is nothing. A failure is told to who waits for the answer, and to who flushes.
+        Returns None if there is nothing to remove. A failure is raised by `wait`, and by the next
+        flush.
         """
         if not durable and key not in self._written:
             return None
@@ -225,28 +231,29 @@ class DiskTier:
                 del self._removing[order]
 
         begin = functools.partial(self._removing.__setitem__, order, key)
-        return self._serial.ask_on(self.workers, remove, begin)
+        return self._serial.submit_to(self.workers, remove, begin)
 
     def removing(self) -> set[str]:
-        """The keys whose object files are being removed."""
-        self._serial.catch_up()
+        """Return the keys whose object files are being removed."""
+        self._serial.drain()
         return set(list(self._removing.values()))
 
-    def is_left(self, key: str) -> bool:
-        """Whether the object file of `key` could not be removed."""
-        return key in self._undead
+    def is_delete_pending(self, key: str) -> bool:
+        """Return whether removing the object file of `key` has failed so far."""
+        return key in self._pending_deletes
 
-    def remove_leftovers(self) -> list[BaseException]:
-        """Try again to remove what could not be removed. Returns what went wrong."""
+    def retry_deletes(self) -> list[BaseException]:
+        """Retry failed removals. Returns the errors."""
         again: list[Job] = [
-            functools.partial(self._remove, key, *left) for key, left in self._undead.items()
+            functools.partial(self._remove, key, *left)
+            for key, left in self._pending_deletes.items()
         ]
-        if self._directory.strays:
-            again.append(self._directory.remove_strays)
+        if self._directory.orphans:
+            again.append(self._directory.remove_orphans)
         errors: list[BaseException] = []
         for remove in again:
             try:
-                self._serial.ask_on(self.workers, remove).wait()
+                self._serial.submit_to(self.workers, remove).wait()
             except TierStoreError as error:
                 errors.append(error)
         return errors

@@ -1,4 +1,4 @@
-"""What the tiers know of a group."""
+"""The state of a group that the tiers share."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from tierstore.tiers.arena import Slot
 from tierstore.tiers.spill import SpillExtent
 
 REMOTE = Tier(3, "REMOTE", persistent=True)
-"""An object store, which is only read. A store has this tier once a checkpoint there is registered,
-or if its directory holds what was fetched from one."""
+"""An object store, which is read only.
+
+A store has this tier once a checkpoint there is registered, or if its directory has files that were
+fetched from one.
+"""
 
 
 @dataclass(eq=False, frozen=True)
 class SharedGroup:
-    """A group that a service serves: where its bytes lie, in files that are held open here."""
+    """A group that a service serves: the location of its bytes, in files held open here."""
 
     key: str
     nbytes: int
@@ -30,16 +33,16 @@ class SharedGroup:
 
 @dataclass(eq=False)
 class GroupEntry:
-    """One version of a group, as those who move it need to know it.
+    """One version of a group, as needed to move it.
 
-    `slots` is its memory, by tier. `source` says how to read it from disk; None while it is not
-    there. `files` are the checkpoint files in `source`, by path, which stay open because of that.
-    `packing` is how to write it; None for what came from checkpoints, which is written only once it
-    was changed. `durable` groups are written as object files, others into the spill; of a `mutable`
-    group, the spilled copy always lies in the same `spill_extent`, where it can be viewed. Of two
-    versions of one key, the disk keeps the one of the higher `order`. On the tier `backing`, if
-    any, a file of the user's holds the bytes; that, `use_order` and `sticky` are what the planner
-    was told. Drivers keep what else they need to know by the entry.
+    `slots` is its memory, by tier. `source` locates its bytes on disk; None while they are not
+    there. `files` are the checkpoint files in `source`, by path, held open by this reference.
+    `packing` is its layout for writing; None for groups of checkpoints, which are written only
+    after a change. `durable` groups are written as object files, others into the spill; the spilled
+    copy of a `mutable` group always lies in the same `spill_extent`, where it can be viewed. Of two
+    versions of one key, the disk keeps the one with the higher `order`. `backing` is the tier on
+    which a file of the user holds the bytes, if any; the planner receives it with `use_order` and
+    `sticky`. Drivers keep other state by the entry.
     """
 
     group: GroupId
@@ -59,6 +62,6 @@ class GroupEntry:
 
     @property
     def arrival(self) -> torch.Event | None:
-        """An event of the device that has passed once the copy there has come."""
+        """An event of the device that passes once its copy has arrived there, or None."""
         slot = self.slots.get(Tier.DEVICE)
         return None if slot is None else slot.arrival

@@ -1,4 +1,4 @@
-"""The free bytes of a range that is divided among groups, first-fit."""
+"""First-fit allocation in a range that groups share."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from collections.abc import Iterator
 
 
 class FreeRuns:
-    """Free bytes as runs (offset, bytes), in order, that never touch. Not for several threads."""
+    """Free bytes as runs (offset, bytes), in order, that never touch. Not thread-safe."""
 
     def __init__(self, nbytes: int = 0) -> None:
-        self.nbytes = nbytes  # free, together
+        self.nbytes = nbytes  # total free bytes
         self.runs = [(0, nbytes)] if nbytes else []
-        self.longest = nbytes  # no run is longer
+        self.longest = nbytes  # upper bound of the longest run
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return iter(self.runs)
 
     def take(self, nbytes: int) -> int | None:
-        """The offset of `nbytes` bytes in the first run that has as many; None if none has."""
+        """Return the offset of `nbytes` bytes in the first run that is long enough, or None."""
         if nbytes > self.longest:
             return None
-        for i, (offset, room) in enumerate(self.runs):
-            if room >= nbytes:
-                self.runs[i : i + 1] = [(offset + nbytes, room - nbytes)] * (room > nbytes)
+        for i, (offset, length) in enumerate(self.runs):
+            if length >= nbytes:
+                self.runs[i : i + 1] = [(offset + nbytes, length - nbytes)] * (length > nbytes)
                 self.nbytes -= nbytes
                 return offset
-        self.longest = max((room for _, room in self.runs), default=0)
+        self.longest = max((length for _, length in self.runs), default=0)
         return None
 
-    def give(self, offset: int, nbytes: int) -> None:
-        """These bytes are free from now on."""
+    def release(self, offset: int, nbytes: int) -> None:
+        """Free `nbytes` bytes at `offset`."""
         self.nbytes += nbytes
         stop = offset + nbytes
         i = bisect_left(self.runs, (offset, 0))
@@ -43,8 +43,7 @@ class FreeRuns:
         self.longest = max(self.longest, stop - offset)
 
     def cut(self, end: int) -> int:
-        """The range ends at `end`: take the run away that does, too. Returns where the range ends
-        then."""
+        """Remove the last run if it ends at `end`. Returns the new end of the range."""
         if self.runs and sum(self.runs[-1]) == end:
             end, nbytes = self.runs.pop()
             self.nbytes -= nbytes

@@ -1,4 +1,4 @@
-"""What has to be able to copy groups from one tier to another."""
+"""The interface of a hop, which copies groups from one tier to another."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tierstore.tiers.workers import Workers
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What a hop has copied: so many bytes, without any padding.
+    """The result of a copy: its bytes, without padding.
 
-    `marks` are where a device begins and ends it; without them it took as long as the call.
+    `marks` are its start and end on a device; without them, it took as long as the call.
     """
 
     nbytes: int
@@ -24,43 +24,42 @@ class Copied:
 
 
 class Hop(Protocol):
-    """Copies groups from the tier `src` to the tier `dst`, one at a call.
+    """Copies groups from the tier `src` to the tier `dst`, one per call.
 
-    The driver of `dst` has set room aside, and the one of `src` holds a complete copy, which stays
-    as it is. Neither is dropped before the copy is over. `tests/conformance/hops.py` has the rules
-    as tests.
+    The driver of `dst` has reserved memory, and the driver of `src` holds a complete copy, which
+    does not change. Neither is dropped before the copy ends. `tests/conformance/hops.py` has the
+    rules as tests.
     """
 
     @property
     def src(self) -> Tier:
-        """From where."""
+        """The source tier."""
 
     @property
     def dst(self) -> Tier:
-        """To where."""
+        """The destination tier."""
 
     @property
     def workers(self) -> Workers:
-        """The threads on which it copies: several hops may share them, urgent copies go first."""
+        """The threads that copy. Several hops may share them; urgent copies go first."""
 
     @property
     def times(self) -> DeviceTimes | None:
-        """What tells when the marks of its copies pass; None if no device times them."""
+        """The timer of the marks of its copies; None if no device times them."""
 
     def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
-        """Copy a group, on a thread of `workers`. When it returns, whoever looks sees the copy.
+        """Copy a group, on a thread of `workers`. On return, the copy is visible to readers.
 
-        For a device that means: whoever lets its stream wait for `entry.arrival`, as nothing ever
-        synchronises a whole stream or device. `ending` may be called when the last bytes are asked
-        for, so that others can come next; it never raises. Whatever is raised fails the copy: the
-        room that it has in `dst` is dropped then. Nothing may keep a reference to the memory of the
-        group.
+        For a device, readers let their stream wait for `entry.arrival`; no whole stream or device
+        is ever synchronised. `ending` may be called when the last bytes are requested, to let the
+        next copy start; it never raises. Any exception fails the copy, and its memory in `dst` is
+        dropped. The hop must not keep references to the memory of the group.
         """
 
 
 @runtime_checkable
 class QueuedHop(Hop, Protocol):
-    """A hop whose copies may only have to be queued on a device, which takes microseconds."""
+    """A hop whose copies may only need to be queued on a device, which takes microseconds."""
 
     def only_queues(self, entry: GroupEntry) -> bool:
-        """Whether `copy` only queues now: then whoever has come to need the copy may call it."""
+        """Return whether `copy` only queues now. If so, a caller may run it itself."""

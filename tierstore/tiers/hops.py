@@ -1,4 +1,4 @@
-"""The hops beside an accelerator, and from host memory to disk. The one from disk: `reading.py`."""
+"""The hops to and from an accelerator, and from host memory to disk. See also `reading.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from tierstore.model.tiers import Tier
 from tierstore.observe.device_times import Mark
-from tierstore.system.streams import entered, is_captured, on
+from tierstore.system.streams import is_captured, run_on, stream_context
 from tierstore.tiers.device_tier import DeviceTier, copy_runs
 from tierstore.tiers.disk_tier import DiskTier
 from tierstore.tiers.entry import GroupEntry
@@ -36,8 +36,9 @@ class HostToDisk:
 class HostToDevice:
     """Copies groups from host memory to an accelerator.
 
-    That takes microseconds, so whoever needs a copy queues it: to have another thread do it would
-    cost two wake-ups and as many waits for the GIL. Nothing here waits for the device.
+    Queueing a copy takes microseconds, so the caller that needs it does that itself: handing it to
+    another thread would cost two wake-ups and as many waits for the GIL. Nothing here waits for the
+    device.
     """
 
     src = Tier.HOST
@@ -49,8 +50,11 @@ class HostToDevice:
         self._device = device
 
     def only_queues(self, entry: GroupEntry) -> bool:
-        """Not from pageable memory: a driver copies that while its caller waits. And what is queued
-        by a thread whose work is captured may be refused."""
+        """Return whether the host memory is page-locked and this thread captures no graph.
+
+        A driver copies pageable memory while its caller waits. Work that a capturing thread queues
+        may be refused.
+        """
         src = entry.slots.get(self.src)
         pinned = src is not None and src.memory is not None and src.memory.is_pinned()
         return pinned and not is_captured(self._device.device)
@@ -58,15 +62,15 @@ class HostToDevice:
     def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
         src, dst, up = entry.slots[self.src], entry.slots[self.dst], self._device.up
         memory = self._device.arena.fill(dst)
-        for event in [*src.look(), *dst.pending]:  # a put may still be filling the source
+        for event in [*src.poll(), *dst.pending]:  # a put may still fill the source
             up.wait_event(event)
         dst.pending.clear()
         began = self.times.mark(up)
 
         def queue() -> Mark:
             try:
-                on(up, lambda: copy_runs(entry.spec, src.memory, memory, up=True))
-            finally:  # if one of them failed, those before it still read the source
+                run_on(up, lambda: copy_runs(entry.spec, src.memory, memory, up=True))
+            finally:  # if a run failed, earlier ones still read the source
                 ended = self.times.mark(up)
                 src.pending.append(ended.event)
             return ended
@@ -99,7 +103,7 @@ class DeviceToHost:
 
         def queue() -> Mark:
             try:
-                with entered(down):
+                with stream_context(down):
                     copy_runs(entry.spec, memory, src.memory, up=False)
             finally:
                 ended = self.times.mark(down)
@@ -109,7 +113,7 @@ class DeviceToHost:
         try:
             ended = dst.while_locked(queue)
         finally:
-            # Host memory has arrived when the bytes are there: a save to disk may read them next.
-            # And if a part failed, those before it still write there.
+            # A copy in host memory has arrived once its bytes are there: a save to disk may read
+            # them next. And if a run failed, earlier ones still write there.
             dst.wait()
         return Copied(entry.spec.nbytes, (began, ended))

@@ -26,10 +26,10 @@ UP, DOWN = hop(Tier.HOST, Tier.DEVICE), hop(Tier.DEVICE, Tier.HOST)
 
 
 class HostTier(MemoryTier):
-    """Slots in host memory, those of `arena`: page-locked for `device`, if there is one.
+    """Slots in host memory, from `arena`: page-locked for `device`, if there is one.
 
-    This is where callers put groups and hold them to change them. Its books are kept by `serial`;
-    `makers` are threads that make memory, which takes long where it has to be page-locked.
+    Callers put groups here and lease them here for updates. `serial` does the accounting; the
+    threads in `makers` allocate memory, which is slow where it is page-locked.
     """
 
     tier = Tier.HOST
@@ -51,57 +51,59 @@ class HostTier(MemoryTier):
 
     def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
         super().reserve(entry)
-        if for_caller and self._device is None:  # page-locking takes too long for `serial`
-            with suppress(MemoryError, OSError, BudgetError):  # who fills it tries again, is told
+        if for_caller and self._device is None:  # page-locking is too slow for `serial`
+            with suppress(MemoryError, OSError, BudgetError):  # raised again when it is filled
                 self.memory_of(entry)
 
-    # Where a service lends memory, `LeasedHostTier` answers otherwise ---------------------------
+    # Overridden by `LeasedHostTier`, where a service holds groups -------------------------------
 
     connected = False
-    """Whether a service lends memory for the groups that are registered."""
+    """True if groups that are registered are leased from a service."""
 
     budget_name = "ram_budget"
-    """How users set the bytes for what is registered."""
+    """The option by which users set the budget of registered groups."""
 
     def weight_budget(self, budget: int | None) -> int | None:
-        """Bytes for what is registered, if the budget of this tier is `budget`."""
+        """Return the budget for registered groups in bytes, given the budget of this tier."""
         return budget
 
     def offer(self, groups: Sequence[SharedGroup]) -> None:
-        """Have a service know groups that are about to be registered. May wait."""
+        """Register groups with the service, before they are registered here. May block."""
 
-    def know_lent(self, entry: GroupEntry, of: SharedGroup) -> None:
-        """The copies of a group are going to be those of a service."""
-        raise AssertionError("no service lends memory to this store")
+    def set_shared(self, entry: GroupEntry, of: SharedGroup) -> None:
+        """Use the service's copies for a group."""
+        raise AssertionError("this store is not connected to a service")
 
-    def lends(self, entry: GroupEntry) -> bool:
-        """Whether copies of a group here are another process's, and count against what it allows:
-        nobody changes them."""
+    def is_shared(self, entry: GroupEntry) -> bool:
+        """Return whether copies of a group here belong to the service.
+
+        They count against its allowance, and are read-only.
+        """
         return False
 
-    def keep_for_readers(self, entries: Iterable[GroupEntry]) -> None:
-        """The store is closed, and there are leases of these, which go on seeing the bytes."""
+    def preserve_for_readers(self, entries: Iterable[GroupEntry]) -> None:
+        """Preserve the bytes of leased groups after the store is closed."""
 
     # Memory ------------------------------------------------------------------------------------
 
     def memory_of(self, entry: GroupEntry) -> torch.Tensor:
-        """The memory of the room for a group, made and page-locked if it must be. May wait for
-        device work.
+        """Return the memory reserved for a group, allocated and page-locked if necessary.
 
-        Raises BudgetError if the process has too many memory maps for it, or OSError.
+        May wait for device work. Raises BudgetError if the process has too many memory maps, or
+        OSError.
         """
         return self._memory_by(self.arena.fill, entry)
 
     def provide(self, entry: GroupEntry) -> list[Job]:
-        """Make the memory of the room for a group if it must be made, to read into it.
+        """Allocate the memory reserved for a group if necessary, to read into it.
 
-        Returns what is to be done beside that, on any thread: to page-lock it, if it is not locked.
-        May wait, and raises, as `memory_of`.
+        Returns jobs to run in parallel with the read, on any thread: page-locking it, if it is not
+        locked. May block, and raises as `memory_of`.
         """
         self._memory_by(self.arena.provide, entry)
         slot = entry.slots[self.tier]
         lock = functools.partial(self.arena.lock, slot)
-        return [lock] if self.arena.is_to_lock(slot) else []
+        return [lock] if self.arena.needs_lock(slot) else []
 
     def _memory_by(self, make: Callable[[Slot], torch.Tensor], entry: GroupEntry) -> torch.Tensor:
         try:
@@ -114,27 +116,31 @@ class HostTier(MemoryTier):
             ) from error
 
     def take(self, entry: GroupEntry) -> torch.Tensor:
-        """Memory that is no copy's, for who borrows it; the planner has made room. May wait, and
-        raises, as `memory_of`."""
-        self._serial.give(functools.partial(self.borrow, entry))
-        return self._room(entry)[1]
+        """Return carved-out memory, which holds no copy. The planner has ensured capacity.
 
-    def give_back_soon(self, entry: GroupEntry) -> None:
-        """It comes back. Waits for nothing."""
-        self._serial.give(functools.partial(self.give_back, entry))
+        May block, and raises as `memory_of`.
+        """
+        self._serial.submit(functools.partial(self.carve_out, entry))
+        return self._memory_for_caller(entry)[1]
 
-    def give_back_idle(self) -> None:
-        """Give memory back that no group has, once what was dropped before is in the books."""
-        give_back = functools.partial(self._makers.submit, EARLY, self.arena.give_back_idle)
-        self._serial.give(give_back)
+    def return_carved_out_soon(self, entry: GroupEntry) -> None:
+        """Return carved-out memory. Does not block."""
+        self._serial.submit(functools.partial(self.return_carved_out, entry))
 
-    def collect_left(self) -> None:
-        self._serial.give(self.left.collect)
+    def free_idle(self) -> None:
+        """Free memory without a group, once earlier drops are accounted for."""
+        free = functools.partial(self._makers.submit, EARLY, self.arena.free_idle)
+        self._serial.submit(free)
+
+    def collect_detached(self) -> None:
+        self._serial.submit(self.detached.collect)
 
     def view_for_caller(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
-        """The tensors of a group's copy, or of the room for one, for somebody who may write to
-        them: nobody else is given the same tensors. Waits for the device to be done with it."""
-        slot, memory = self._room(entry)
+        """Return a caller's own tensors of a group's copy, or of the memory reserved for one.
+
+        The caller may write to them. Waits until no device work uses the memory.
+        """
+        slot, memory = self._memory_for_caller(entry)
         slot.while_locked(lambda: setattr(slot, "exposed", True))
         slot.wait()
         return view_all(entry.spec, memory, _offsets(entry.spec))
@@ -142,35 +148,35 @@ class HostTier(MemoryTier):
     def fill(
         self, entry: GroupEntry, blocks: Mapping[str, torch.Tensor], *, behind: bool = False
     ) -> torch.Event | None:
-        """Copy a group's blocks (uint8, any device) into the room that was reserved for it.
+        """Copy a group's blocks (uint8, any device) into the memory reserved for it.
 
-        What comes from the store's device is copied by the device, in order with the current
-        stream; nobody waits for that here, and an event is returned that has passed when it is
-        done. With `behind`, that goes on beside what the current stream does next: then the caller
-        must neither change nor let go of the blocks before the event. None: they are copied.
+        The device copies blocks that are on the store's device, in order with the current stream;
+        this does not wait, and returns an event that passes when they are copied. With `behind`,
+        that runs in parallel to later work of the current stream: the caller must neither change
+        nor free the blocks before the event. Returns None if the blocks are already copied.
         """
         assert entry.packing is not None
-        slot, memory = self._room(entry)
-        places = [
+        slot, memory = self._memory_for_caller(entry)
+        pairs = [
             (memory[at : at + block.nbytes], blocks[block.name])
             for block, at in zip(entry.packing.blocks, entry.packing.offsets, strict=True)
         ]
         device = self._device
-        if device is None or any(source.device != device.device for _, source in places):
+        if device is None or any(source.device != device.device for _, source in pairs):
             slot.wait()
-            for target, source in places:
+            for target, source in pairs:
                 target.copy_(source)
             return None
-        nbytes = sum(source.nbytes for _, source in places)
-        return self._timed(entry, nbytes, [DOWN], device.fill(slot, places, behind=behind))
+        nbytes = sum(source.nbytes for _, source in pairs)
+        return self._timed(entry, nbytes, [DOWN], device.fill(slot, pairs, behind=behind))
 
     def fill_part(
         self, entry: GroupEntry, target: torch.Tensor, source: torch.Tensor, *, add: bool
     ) -> torch.Event | None:
-        """Copy `source` to `target`, or add it to what is there.
+        """Copy `source` to `target`, or add it to `target`.
 
         `target` is a tensor of a group that the caller may change now, in its memory or in a map of
-        its file. What is returned means the same as for `fill`, with `behind`.
+        its file. The result is that of `fill`, with `behind`.
         """
         slot, device = entry.slots.get(self.tier), self._device
         if slot is not None and device is not None and source.device == device.device:
@@ -179,7 +185,7 @@ class HostTier(MemoryTier):
             return self._timed(entry, source.nbytes, hops, marks)
         if slot is not None:
             slot.wait()
-        if source.device.type != "cpu":  # to a map: there is no room for the group in memory
+        if source.device.type != "cpu":  # to a map: the group has no slot in memory
             span = Span(DOWN, entry.group.key, source.nbytes)
             self._journal.begin(span)
             source = source.cpu()
@@ -191,22 +197,22 @@ class HostTier(MemoryTier):
     def _timed(
         self, entry: GroupEntry, nbytes: int, kinds: list[str], marks: tuple[Mark, Mark]
     ) -> torch.Event:
-        """Count what the device moves between two marks. Returns the event that ends it."""
+        """Record bytes that the device moves between two marks. Returns the event of the end."""
         assert self._device is not None
         for kind in kinds:
             span = Span(kind, entry.group.key, nbytes)
             self._journal.count(kind, nbytes)
-            self._device.times.tell(functools.partial(self._journal.end_between, span), *marks)
+            self._device.times.notify(functools.partial(self._journal.end_between, span), *marks)
         return marks[1].event
 
-    def _room(self, entry: GroupEntry) -> tuple[Slot, torch.Tensor]:
-        """The memory of a group, for a caller: made by a thread of ours."""
-        self._serial.catch_up()  # a slot that is in the books may be about to be dropped
+    def _memory_for_caller(self, entry: GroupEntry) -> tuple[Slot, torch.Tensor]:
+        """Return the slot and memory of a group for a caller; a store's thread allocates it."""
+        self._serial.drain()  # a recorded slot may be about to be dropped
         slot = entry.slots[self.tier]
-        if slot.memory is not None and not self.arena.is_to_lock(slot):
+        if slot.memory is not None and not self.arena.needs_lock(slot):
             return slot, slot.memory
         make = functools.partial(self.memory_of, entry)
-        return slot, self._serial.ask_on(self._makers, make).wait()
+        return slot, self._serial.submit_to(self._makers, make).wait()
 
 
 def _offsets(spec: GroupSpec) -> dict[str, int]:

@@ -1,8 +1,7 @@
 """The host tier of a worker: groups that a service serves lie in the service's memory.
 
-What the worker puts itself lies in memory of its own, as in any store. Of a shared group, to copy
-it "from disk" is to lease it of the service, and to drop it is to give the lease back; nothing is
-copied here.
+Groups that the worker puts lie in its own memory, as in any store. Copying a shared group "from
+disk" leases it from the service, and dropping it releases the lease; nothing is copied here.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from tierstore.tiers.host_tier import HostTier
 from tierstore.tiers.reading import DiskToHost
 from tierstore.tiers.workers import URGENT, SerialExecutor, Workers
 
-if TYPE_CHECKING:  # it needs a package that not every installation has
+if TYPE_CHECKING:  # needs an optional dependency
     from tierstore.tiers.service_link import ServiceLink
     from tierstore.tiers.service_wire import SharedLease
 
 
 class LeasedHostTier(HostTier):
-    """Slots of the worker's own in `arena`, and leases of the service behind `link`."""
+    """The worker's own slots in `arena`, and leases from the service behind `link`."""
 
     def __init__(
         self,
@@ -51,74 +50,77 @@ class LeasedHostTier(HostTier):
     def offer(self, groups: Sequence[SharedGroup]) -> None:
         self.link.register(groups)
 
-    def lends(self, entry: GroupEntry) -> bool:
+    def is_shared(self, entry: GroupEntry) -> bool:
         return entry in self._served
 
-    def know_lent(self, entry: GroupEntry, of: SharedGroup) -> None:
+    def set_shared(self, entry: GroupEntry, of: SharedGroup) -> None:
         self._served[entry] = of
 
     def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
-        if not self.lends(entry):
+        if not self.is_shared(entry):
             super().reserve(entry, for_caller=for_caller)
         else:
-            self.left.collect()
+            self.detached.collect()
             entry.slots[self.tier] = Slot(entry.spec.nbytes)
 
     def lease(self, entry: GroupEntry) -> None:
-        """Have the service's copy of a group, for the room that was set aside. May wait."""
+        """Lease a group from the service into its reserved slot. May block."""
         slot = entry.slots[self.tier]
         lease = self.link.lease(self._served[entry])
         self._leases[slot] = lease
         slot.memory = lease.memory
 
     def drop(self, entry: GroupEntry) -> None:
-        if not self.lends(entry):
+        if not self.is_shared(entry):
             super().drop(entry)
             return
-        self._drop(entry, self._give_lease_back)
+        self._drop(entry, self._release_lease)
 
-    def _give_lease_back(self, slot: Slot) -> None:
+    def _release_lease(self, slot: Slot) -> None:
         lease = self._leases.pop(slot, None)
         if lease is None:
-            return  # it never came
+            return  # the lease was never granted
 
-        def give_back() -> None:
+        def release() -> None:
             slot.wait()
             slot.memory = None
             self.link.release(lease)
 
-        # A device may still read it, and nobody waits for that here.
-        self._makers.submit(URGENT, give_back) if slot.pending else give_back()
+        # A device may still read it; another thread waits for that.
+        self._makers.submit(URGENT, release) if slot.pending else release()
 
-    def leave(self, slot: Slot, spans: Spans) -> None:
-        if slot not in self._leases:  # else the lease stays until nobody looks
-            super().leave(slot, spans)
+    def detach(self, slot: Slot, spans: Spans) -> None:
+        if slot not in self._leases:  # otherwise the lease stays until the last view goes
+            super().detach(slot, spans)
 
-    def end_left(self, slot: Slot) -> None:
+    def free_detached(self, slot: Slot) -> None:
         if slot in self._leases:
-            self._give_lease_back(slot)
+            self._release_lease(slot)
         else:
-            super().end_left(slot)
+            super().free_detached(slot)
 
-    def keep_for_readers(self, entries: Iterable[GroupEntry]) -> None:
-        # The service may overwrite the bytes from now on.
-        leased = [entry.slots.get(self.tier) for entry in entries if self.lends(entry)]
-        left = [slot for slot in self.left if slot in self._leases]
-        for slot in [*leased, *left]:
+    def preserve_for_readers(self, entries: Iterable[GroupEntry]) -> None:
+        # The service may overwrite the bytes after this.
+        leased = [entry.slots.get(self.tier) for entry in entries if self.is_shared(entry)]
+        detached = [slot for slot in self.detached if slot in self._leases]
+        for slot in [*leased, *detached]:
             if slot is not None and slot.memory is not None:
-                slot.memory.bitwise_or_(0)  # each page that is written to becomes one of our own
+                slot.memory.bitwise_or_(0)  # writing to a page makes it a private copy
 
     def stop_waiting(self) -> None:
-        """Those who have the room may wait for what this store gives back when it has ended."""
+        """Stop pending leases.
+
+        The current holders may wait for memory that this store releases only when it is closed.
+        """
         self.link.stop()
 
     def close(self, entries: Iterable[GroupEntry]) -> None:
-        super().close([entry for entry in entries if not self.lends(entry)])
+        super().close([entry for entry in entries if not self.is_shared(entry)])
         self.link.close()
 
 
 class LeaseOrRead:
-    """Brings groups into a worker's host memory: leased of the service, or read from its files."""
+    """Brings groups into a worker's host memory: leased from the service, or read from files."""
 
     src = Tier.DISK
     dst = Tier.HOST
@@ -130,7 +132,7 @@ class LeaseOrRead:
         self._host = host
 
     def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
-        if not self._host.lends(entry):
+        if not self._host.is_shared(entry):
             return self._reading.copy(entry, ending)
         self._host.lease(entry)
         return Copied(entry.spec.nbytes)

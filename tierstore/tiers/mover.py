@@ -1,14 +1,13 @@
-"""Moves bytes between the tiers, and decides nothing.
+"""Moves bytes between the tiers, as the planner instructs.
 
-The planner's instructions are accepted in order, and each is handed to the driver of a tier, or to
-the hop between two. A copy to a device is queued there and then, by whoever has come to need it:
-that takes microseconds, and no other thread has to wake up. All else is off the caller's thread.
-One thread keeps the books of the other tiers (which slot belongs to which group); nothing that it
-does can be cut short half-way. Hops copy on threads of their own. What is urgent goes before what
-is hoped for.
+Instructions are accepted in order. Each goes to the driver of a tier, or to the hop between two.
+The caller that needs a copy on the device queues it there itself: that takes microseconds, and no
+other thread must wake up. Everything else runs on other threads. One thread does the accounting of
+the other tiers (which slot belongs to which group), where no interrupt can stop it half-way. Hops
+copy on their own threads, urgent copies first.
 
-The books of the device's memory are kept by callers, as part of a step of the store. If that is cut
-short, `rebuild` finds what is true. What *arrived* means on each tier, `Hop.copy` says.
+Callers do the accounting of the device's memory, as part of a step of the store. If that is
+interrupted, `rebuild` restores it. `Hop.copy` defines *arrival* for each tier.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from tierstore.tiers.workers import EARLY, PATIENCE, URGENT, SerialExecutor, Wor
 
 logger = logging.getLogger("tierstore.tiers")
 
-Ended = tuple[Copy, BaseException | None]
-"""A copy that is over, and why it could not be made; None: it was."""
+Finished = tuple[Copy, BaseException | None]
+"""A copy that has ended, and its error; None if it succeeded."""
 
 
 @dataclass(frozen=True)
 class MoverCallbacks:
-    """Who is told of what, on any thread.
+    """Callbacks, which any thread may call.
 
-    `over`: a copy is done or has failed. `ending`: the last bytes of a copy are asked for. `timed`:
-    from when to when (in seconds of `time.monotonic`) a device made a copy that was queued there.
+    `done`: a copy has succeeded or failed. `ending`: the last bytes of a copy are requested.
+    `timed`: start and end (in seconds of `time.monotonic`) of a copy that was queued on a device.
     """
 
-    over: Callable[[Copy, BaseException | None], None]
+    done: Callable[[Copy, BaseException | None], None]
     ending: Callable[[Copy], None]
     timed: Callable[[Copy, float, float], None]
 
@@ -57,7 +56,7 @@ class MoverCallbacks:
 class Mover:
     """Runs instructions: with `drivers`, one for each tier, the fastest first, and with `hops`.
 
-    `names` counts the versions that there are of each key.
+    `names` counts the versions of each key.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Mover:
         self.drivers = {driver.tier: driver for driver in drivers}
         self.hops: dict[tuple[Tier, Tier], Hop] = {(one.src, one.dst): one for one in hops}
         self._top = drivers[0]
-        self._by_callers = {d.tier: d for d in drivers if isinstance(d, CallersDriver)}
+        self._caller_drivers = {d.tier: d for d in drivers if isinstance(d, CallersDriver)}
         self._queued = {way: one for way, one in self.hops.items() if isinstance(one, QueuedHop)}
         clocks = [one.times for one in self.hops.values() if one.times is not None]
         self._clocks = list(dict.fromkeys(clocks))
@@ -85,66 +84,66 @@ class Mover:
         self._moving: dict[tuple[GroupId, Tier], Copy] = {}
 
     def add_tier(self, driver: TierDriver, hops: Iterable[Hop]) -> None:
-        """There is a tier below the others from now on. `hops` may take the places of others."""
+        """Add a tier below the others. `hops` may replace existing ones."""
         self.drivers = {**self.drivers, driver.tier: driver}
         self.hops = {**self.hops, **{(one.src, one.dst): one for one in hops}}
 
     # What is known -----------------------------------------------------------------------------
 
     def add(self, *entries: GroupEntry) -> None:
-        """Make groups known, before any instruction names them."""
+        """Add groups, before any instruction names them."""
         self._entries.update((entry.group, entry) for entry in entries)
         names = [entry.group.key for entry in entries]
-        self._serial.give(lambda: self._names.update(names))
+        self._serial.submit(lambda: self._names.update(names))
 
     def entry(self, key: GroupId) -> GroupEntry:
-        """What is known of a group."""
+        """Return the entry of a group."""
         return self._entries[key]
 
     def entries(self) -> list[GroupEntry]:
-        """What is known of all groups, the oldest first."""
+        """Return the entries of all groups, the oldest first."""
         return list(self._entries.values())
 
     def tiers_of(self, entry: GroupEntry) -> list[Tier]:
-        """Where there is a copy of a group, complete or not, or room for one."""
+        """Return the tiers with a copy of a group, complete or not, or with memory for one."""
         return [tier for tier, driver in self.drivers.items() if driver.holds(entry)]
 
     def moving(self) -> list[Copy]:
-        """The copies that are under way. Nobody was told of their end yet, or is being told."""
+        """Return the copies in progress, including those whose end is not acknowledged yet."""
         return list(self._moving.values())
 
     # Instructions ------------------------------------------------------------------------------
 
-    def accept(self, instructions: Iterable[Instruction]) -> list[Ended]:
-        """Take instructions, in order, as part of a step of the store. Waits for nobody.
+    def accept(self, instructions: Iterable[Instruction]) -> list[Finished]:
+        """Accept instructions, in order, as part of a step of the store. Does not block.
 
-        What changes the device's memory is done by this thread. Returns the copies that it has
-        queued, or has failed to: nobody is told of these.
+        This thread makes the changes to the device's memory. Returns the copies that it has queued
+        or failed to queue; `MoverCallbacks.done` is not called for these.
         """
-        ended: list[Ended] = []
+        ended: list[Finished] = []
         others = []
         for instruction in instructions:
-            if isinstance(instruction, Drop) and instruction.tier in self._by_callers:
-                self._by_callers[instruction.tier].drop(self._entries[instruction.group])
+            if isinstance(instruction, Drop) and instruction.tier in self._caller_drivers:
+                self._caller_drivers[instruction.tier].drop(self._entries[instruction.group])
                 continue
-            if isinstance(instruction, Copy) and instruction.dst in self._by_callers:
+            if isinstance(instruction, Copy) and instruction.dst in self._caller_drivers:
                 now = self._queue(instruction, self._entries[instruction.group])
                 ended += now
                 if now:
                     continue
             others.append(instruction)
         if others:
-            self._serial.give(functools.partial(self._execute, others))
+            self._serial.submit(functools.partial(self._execute, others))
         return ended
 
-    def _queue(self, copy: Copy, entry: GroupEntry) -> list[Ended]:
-        """Queue a copy to the device. If that takes longer, only room is set aside."""
-        self._by_callers[copy.dst].reserve(entry)
+    def _queue(self, copy: Copy, entry: GroupEntry) -> list[Finished]:
+        """Queue a copy to the device. If that would block, only reserve memory."""
+        self._caller_drivers[copy.dst].reserve(entry)
         queue = self._queued.get((copy.src, copy.dst))
         if queue is None or not queue.only_queues(entry):
             return []
-        # An interrupt is no failure of the copy. And nobody is to be told of its end.
-        return [(copy, self._copied(copy, entry, lambda: None, Exception))]
+        # An interrupt is not a failure of the copy. The result is returned, not notified.
+        return [(copy, self._run_hop(copy, entry, lambda: None, Exception))]
 
     def _execute(self, instructions: Iterable[Instruction]) -> None:
         for instruction in instructions:
@@ -167,42 +166,42 @@ class Mover:
 
     def _begin(self, copy: Copy, entry: GroupEntry) -> None:
         self._moving[copy.group, copy.dst] = copy
-        if copy.dst not in self._by_callers:
+        if copy.dst not in self._caller_drivers:
             self.drivers[copy.dst].reserve(entry)
         workers = self.hops[copy.src, copy.dst].workers
         workers.submit(URGENT if copy.urgent else EARLY, functools.partial(self._copy, copy, entry))
 
     def _copy(self, copy: Copy, entry: GroupEntry) -> None:
         ending = functools.partial(self._callbacks.ending, copy)
-        # Every failure must reach whoever waits.
-        error = self._copied(copy, entry, ending, BaseException)
+        # Every failure must reach the waiter.
+        error = self._run_hop(copy, entry, ending, BaseException)
         self._log(copy, entry, error)
         if error is None and copy.dst is self._top.tier:
-            with suppress(MemoryError, RuntimeError):  # who leases it tries again, and is told
-                self._top.view(entry)  # here, as every torch call may cost who computes the GIL
-        self.look()
-        self._callbacks.over(copy, error)
+            with suppress(MemoryError, RuntimeError):  # raised again by the lease
+                self._top.view(entry)  # here, as torch calls may cost the compute thread the GIL
+        self.poll()
+        self._callbacks.done(copy, error)
 
     def _log(self, copy: Copy, entry: GroupEntry, error: BaseException | None) -> None:
         way = hop(copy.src, copy.dst)
-        with suppress(Exception):  # of somebody's handler: whoever waits must go on
+        with suppress(Exception):  # of a user's log handler: the waiter must continue
             if error is None:
                 logger.debug("%s of group %r: %d bytes", way, copy.group.key, entry.spec.nbytes)
-            else:  # as text: a handler that keeps records must not keep frames, and their tensors
+            else:  # as text: a handler that keeps records must not keep frames with tensors
                 level = logging.DEBUG if self.stopped else logging.WARNING
                 logger.log(level, "%s of group %r failed: %s", way, copy.group.key, str(error))
 
-    def _copied(
+    def _run_hop(
         self,
         copy: Copy,
         entry: GroupEntry,
         ending: Callable[[], None],
         failures: type[BaseException],
     ) -> BaseException | None:
-        """Make a copy, and note when it was made. Returns the failure, if it is one of these."""
+        """Copy, and record the time. Returns the failure if it is one of `failures`."""
         used = self.hops[copy.src, copy.dst]
         span = Span(hop(copy.src, copy.dst), copy.group.key, start=time.monotonic())
-        if used.times is None:  # else it is told later when it began
+        if used.times is None:  # otherwise the start is reported later
             self.journal.begin(span)
         try:
             with ranged(MOVES.get(span.kind, span.kind), span.key):
@@ -210,7 +209,7 @@ class Mover:
         except failures as failure:
             span.note = "failed"
             self.journal.end(span)
-            return explained(failure, copy)
+            return library_error(failure, copy)
         span.nbytes = copied.nbytes
         self.journal.count(span.kind, span.nbytes)
         if copy.src.persistent and entry.use_order is UseOrder.ROUTED:
@@ -219,37 +218,37 @@ class Mover:
             self.journal.end(span)
         else:
             noted = functools.partial(self._note_times, span, copy)
-            used.times.tell(noted, *copied.marks)
+            used.times.notify(noted, *copied.marks)
         return None
 
     def _note_times(self, span: Span, copy: Copy, times: list[float]) -> None:
         self.journal.end_between(span, times)
-        if copy.dst in self._by_callers:
+        if copy.dst in self._caller_drivers:
             self._callbacks.timed(copy, *times)
 
-    def look(self) -> None:
-        """Learn what devices have done meanwhile, for the journal."""
+    def poll(self) -> None:
+        """Poll the devices' timers, for the journal."""
         for times in self._clocks:
-            times.look()
+            times.poll()
 
-    def moved(self, copy: Copy) -> None:
-        """Whoever was told of the end of a copy has heard it."""
+    def acknowledge(self, copy: Copy) -> None:
+        """Record that the end of a copy has been handled."""
         del self._moving[copy.group, copy.dst]
 
-    def catch_up(self) -> None:
-        """Wait until all instructions are in the books. Waits for no bytes."""
-        self._serial.catch_up()
+    def drain(self) -> None:
+        """Wait until all instructions are accounted for. Does not wait for copies."""
+        self._serial.drain()
 
     def rebuild(self) -> None:
-        """Make the books that callers keep anew, after a step was cut short."""
-        for tier, driver in self._by_callers.items():
+        """Restore the accounting of callers after a step was interrupted."""
+        for tier, driver in self._caller_drivers.items():
             driver.rebuild(self.entries(), {key for key, dst in self._moving if dst is tier})
 
     def stop(self) -> bool:
-        """End the threads and give memory and files back.
+        """Stop the threads, free all memory, and close all files.
 
-        False if some thread does not end, because a disk does not answer. Then the files stay
-        open, as it may still use them.
+        Returns False if a thread does not end, because a disk does not answer. Files stay open
+        then, as that thread may still use them.
         """
         self.stopped = True
         for driver in self.drivers.values():
@@ -266,20 +265,20 @@ class Mover:
         return True
 
     def runs_here(self) -> bool:
-        """Whether this thread is one of those that move groups: it cannot wait for itself."""
+        """Return whether this thread moves groups, and so cannot wait for a move."""
         return any(threads.has(threading.current_thread()) for threads in self._threads())
 
     def _threads(self) -> list[SerialExecutor | Workers]:
         return [self._serial, *dict.fromkeys(used.workers for used in self.hops.values())]
 
 
-def explained(error: BaseException, copy: Copy) -> BaseException:
-    """The library's error for a failed copy, with the cause attached."""
+def library_error(error: BaseException, copy: Copy) -> BaseException:
+    """Return the library's error for a failed copy, with the cause attached."""
     key = copy.group.key
     if isinstance(error, TransferError):
         error.key = error.key or key
         return without_frames(error)
-    if isinstance(error, BudgetError | ServiceLostError):  # of the service that has the group
+    if isinstance(error, BudgetError | ServiceLostError):  # from the service
         return without_frames(error)
     if isinstance(error, OSError):
         without_frames(error)
@@ -296,7 +295,7 @@ def explained(error: BaseException, copy: Copy) -> BaseException:
 
 
 def without_frames(error: BaseException) -> BaseException:
-    """The error, without the frames that it came through: they hold the memory of the group."""
+    """Remove the traceback from an error: its frames hold the memory of the group."""
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = None

@@ -1,16 +1,16 @@
-"""Pages of host memory that serve one slot after the other and are populated only once.
+"""Host memory pages that are populated once and reused by one slot after another.
 
-To populate memory, the kernel zeroes it: 0.3 to 2.4 s per GiB, several times what a direct read
-into it costs. Slots of many sizes come and go, so their pages stay where they are as far as they
-can. They lie in a room: addresses with a boundary at a multiple of 2 MiB. A slot has whole 2 MiB
-below the boundary, in huge pages (direct reads into 4 KiB pages are half as fast), and the rest,
-less than 2 MiB, above it in small pages. It gets the free room whose pages fit it best. Huge pages
-that are spare there are for other rooms to take, also while the slot is in use. Huge pages that are
-lacking are taken so: `mremap` moves each in about 10 us, without a copy.
-Populated is what nobody has to spare; spare pages go back to the system before there are too many.
+To populate memory, the kernel zeroes it: 0.3 to 2.4 s per GiB, several times the cost of a direct
+read into it. Slots of many sizes come and go; their pages stay where they are as far as possible.
+Each slot lies in an address range with a boundary at a multiple of 2 MiB. Whole 2 MiB parts of the
+slot lie below the boundary, in huge pages (direct reads into 4 KiB pages are half as fast), and the
+rest, less than 2 MiB, above it in small pages. A slot gets the free range whose pages fit best.
+Missing huge pages are taken from ranges that have spare ones, even ranges in use: `mremap` moves
+each in about 10 us, without a copy. Pages are populated only if there are no spare ones; spare
+pages are returned to the system before the budget is exceeded.
 
-The pages of a slot come back when the last view of it is gone. A tensor that outlives its lease
-reads old bytes, then; never an address without memory.
+The pages of a slot are reused after its last view is gone. A tensor that outlives its lease reads
+old bytes; never unmapped addresses.
 """
 
 from __future__ import annotations
@@ -36,13 +36,12 @@ logger = logging.getLogger("tierstore.tiers")
 
 HUGE_PAGE = 2 * 1024**2
 PATIENCE = 0.5
-"""Seconds to wait for pages whose last view is just going, before memory above the budget is
-taken."""
+"""Seconds to wait for views that are about to go, before exceeding the budget."""
 
 _SMALL_PAGE_COST = 50
-"""How much longer it takes to populate small pages than to move huge ones, for each byte."""
+"""Cost of populating a byte in small pages, relative to moving it in huge pages."""
 
-_MAPS_OF_A_ROOM = 3  # addresses without memory, huge pages, small ones
+_MAPS_PER_RANGE = 3  # addresses without memory, huge pages, small ones
 
 _NO_ACCESS = 0
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -54,47 +53,47 @@ libc.mremap.restype = c_void_p
 libc.mremap.argtypes = [c_void_p, c_size_t, c_size_t, c_int, c_void_p]
 
 
-class _Room:
+class _AddressRange:
     """Addresses for one slot at a time, populated from `low` to `high`, around `boundary`.
 
-    The slot has those from `begin` to `end`; in a free room that is nothing, at the boundary.
-    What is populated outside of it is spare.
+    The slot has those from `begin` to `end`; a free range has `begin == end`, at the boundary.
+    Populated pages outside of the slot are spare.
     """
 
     def __init__(self, whole: int) -> None:
-        map_limit.count(_MAPS_OF_A_ROOM)
+        map_limit.count(_MAPS_PER_RANGE)
         self.floor = _reserve(whole + HUGE_PAGE)
         self.boundary = self.floor + whole
         self.low = self.high = self.begin = self.end = self.boundary
 
-    def lay_out(self, whole: int, tail: int) -> None:
-        """Give the addresses of `whole` bytes in huge pages and `tail` in small ones to a slot."""
+    def assign(self, whole: int, tail: int) -> None:
+        """Assign the slot `whole` bytes in huge pages and `tail` bytes in small ones."""
         self.begin, self.end = self.boundary - whole, self.boundary + tail
 
     def is_free_for(self, whole: int) -> bool:
         return self.begin == self.end and self.boundary - whole >= self.floor
 
     def misfit(self, whole: int, tail: int) -> int:
-        """What it costs to make the pages here those of a slot; 0 if they are."""
+        """Return the cost of adapting the populated pages to a slot; 0 if they fit."""
         small = abs(self.high - self.boundary - tail)
         return abs(self.boundary - self.low - whole) + _SMALL_PAGE_COST * small
 
     def lacking_huge(self) -> int:
-        """Bytes of the slot that are not populated yet."""
+        """Return the slot's bytes below the boundary that are not populated."""
         return max(0, self.low - self.begin)
 
     def lacking_small(self) -> int:
         return max(0, self.end - self.high)
 
     def spare_huge(self) -> int:
-        """Populated bytes that are not the slot's."""
+        """Return populated bytes below the boundary that are not the slot's."""
         return max(0, self.begin - self.low)
 
     def spare_small(self) -> int:
         return max(0, self.high - self.end)
 
-    def take_from(self, other: _Room) -> None:
-        """Move huge pages that the slot lacks here, as many as the other room can spare."""
+    def take_from(self, other: _AddressRange) -> None:
+        """Move missing huge pages here, as many as the other range can spare."""
         nbytes = min(other.spare_huge(), self.lacking_huge())
         moved = 0
         while moved < nbytes and _move_huge_page(other.low + moved, self.low - HUGE_PAGE):
@@ -105,7 +104,7 @@ class _Room:
             other.low += moved
 
     def populate(self) -> None:
-        """Let what the slot lacks be populated as soon as it is touched."""
+        """Map the slot's missing pages. The kernel populates them on first touch."""
         if self.lacking_huge():
             _populate_on_touch(self.begin, self.lacking_huge(), mmap.MADV_HUGEPAGE)
         if self.end > self.high == self.boundary:
@@ -113,15 +112,15 @@ class _Room:
         self.low = min(self.low, self.begin)
         self.high = max(self.high, self.end)
 
-    def give_up_huge(self, nbytes: int) -> int:
-        """Return spare pages to the system, as few as make `nbytes`. Gives how many bytes."""
+    def release_huge(self, nbytes: int) -> int:
+        """Return spare pages to the system, as few as make `nbytes`. Returns the bytes."""
         given = min(self.spare_huge(), round_up(nbytes, HUGE_PAGE))
         if given:
             _vacate(self.low, given)
         self.low += given
         return given
 
-    def give_up_small(self, nbytes: int) -> int:
+    def release_small(self, nbytes: int) -> int:
         given = min(self.spare_small(), round_up(nbytes, PAGE))
         self.high -= given
         if given:
@@ -133,7 +132,7 @@ class _Room:
 
 
 class LateViews:
-    """Views of slots that are gone, which keep memory for longer than the budget allows for."""
+    """Views that outlive their slot, and keep memory beyond the budget."""
 
     def __init__(self, budget: int | None, patience: float = PATIENCE) -> None:
         self._budget = budget
@@ -143,8 +142,8 @@ class LateViews:
     def wait(self, nbytes: int, used: Callable[[], int]) -> None:
         """Wait until `nbytes` more fit the budget, beside those that are `used`.
 
-        Another thread may be about to drop a late view. If it keeps the view, there is nothing to
-        wait for: that much is above the budget until it drops it.
+        Another thread may be about to drop a late view. If it keeps the view, waiting is useless:
+        that much is above the budget until the view goes.
         """
         until = time.monotonic() + self._patience
         while True:
@@ -160,8 +159,8 @@ class LateViews:
     def _note_overdue(self, nbytes: int) -> None:
         if nbytes and not self._overdue:
             logger.warning(
-                "%s bytes of host memory above the budget of %s: tensors are kept after their "
-                "lease; release leases later, or keep copies (store.get)",
+                "%s bytes of host memory above the budget of %s, because tensors outlive their "
+                "leases: release leases later, or keep copies (store.get)",
                 f"{nbytes:,}",
                 f"{self._budget:,}",
             )
@@ -169,46 +168,51 @@ class LateViews:
 
 
 class RecycledPages:
-    """Anonymous host memory, at most `budget` bytes of it, counting pages that wait for a slot.
+    """Anonymous host memory, at most `budget` bytes of it, including pages that wait for a slot.
 
-    Whoever asks has made sure that what is in use and what is asked for fit the budget together;
-    then waiting pages are the only thing that may stand in the way, and they give way. `held` are
-    the bytes of memory that there are.
+    The caller has ensured that the slots in use and the requested one fit the budget together;
+    waiting pages are freed if necessary. `held` is the number of bytes of memory that exist.
     """
 
     def __init__(self, budget: int | None, *, patience: float = PATIENCE) -> None:
         self._budget = budget
         self.held = 0
-        self._used = 0  # those of slots
+        self._used = 0  # bytes of slots
         self._late_views = LateViews(budget, patience)
-        self._waiting: list[_Room] = []  # free rooms, and rooms in use with pages to spare
+        self._waiting: list[_AddressRange] = []  # free ones, and those with spare pages
         self._slabs: list[Slab] = []
-        self._returned: deque[_Room | SlabPart] = deque()  # free, but not yet among those
+        self._returned: deque[_AddressRange | SlabPart] = deque()  # released, not yet processed
         self._closed = False
         self._lock = threading.Lock()
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """uint8 memory with whatever bytes it last held: small, of a slab, or at a multiple of
-        2 MiB. Raises OSError."""
+        """Return uint8 memory with undefined contents. Raises OSError.
+
+        Small memory is part of a slab; other memory begins at a multiple of 2 MiB.
+        """
         nbytes = round_up(nbytes, PAGE)
         with self._lock:
             self._late_views.wait(nbytes, self._used_now)
-            room = self._part_of_a_slab(nbytes) if nbytes < HUGE_PAGE else self._room(nbytes)
+            addresses = self._part_of_a_slab(nbytes) if nbytes < HUGE_PAGE else self._range(nbytes)
             self._used += nbytes
-            self._forget_what_has_no_pages()
-        buffer = (ctypes.c_uint8 * nbytes).from_address(room.begin)
-        weakref.finalize(buffer, self._come_back, room).atexit = False
+            self._remove_empty()
+        buffer = (ctypes.c_uint8 * nbytes).from_address(addresses.begin)
+        weakref.finalize(buffer, self._on_release, addresses).atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
     @property
     def waiting(self) -> int:
         """Bytes of memory that wait for a slot."""
-        rooms = sum(room.spare_small() + room.spare_huge() for room in self._waiting)
-        return rooms + sum(slab.spare_small() for slab in self._slabs)
+        ranges = sum(
+            addresses.spare_small() + addresses.spare_huge() for addresses in self._waiting
+        )
+        return ranges + sum(slab.spare_small() for slab in self._slabs)
 
-    def leave(self, memory: torch.Tensor, spans: Sequence[tuple[int, int]] | None) -> None:
-        """Memory of a slot is somebody else's: these parts of it, and the pages of others go back
-        to the system. With None, it is ours again, before it is let go of."""
+    def set_detached(self, memory: torch.Tensor, spans: Sequence[tuple[int, int]] | None) -> None:
+        """Stop counting a slot's memory, of which views use `spans`; with None, count it again.
+
+        Pages outside of `spans` are returned to the system.
+        """
         nbytes = round_up(memory.nbytes, PAGE)
         with self._lock:
             self._used += nbytes if spans is None else -nbytes
@@ -220,16 +224,16 @@ class RecycledPages:
                 libc.madvise(start + at, begin - at, mmap.MADV_DONTNEED)
             at = max(at, end)
 
-    def give_back(self) -> None:
-        """Give waiting pages back to the system."""
+    def trim(self) -> None:
+        """Return waiting pages to the system."""
         with self._lock:
-            self._sort_in()
-            self._give_up(self.held)
-            self._forget_what_has_no_pages()
+            self._collect_returned()
+            self._reclaim(self.held)
+            self._remove_empty()
 
     def close(self) -> None:
-        """Give waiting pages back to the system: now, and those in use once they come back."""
-        self.give_back()
+        """Return waiting pages to the system, now; those in use follow when they are released."""
+        self.trim()
         with self._lock:
             self._slabs.clear()  # those in use go with their last slot
             self._closed = True
@@ -238,9 +242,9 @@ class RecycledPages:
     def __del__(self) -> None:
         self.close()
 
-    def _come_back(self, room: _Room | SlabPart) -> None:
-        # Possibly in the middle of anything, even of `allocate` (garbage collection): no lock.
-        self._returned.append(room)
+    def _on_release(self, addresses: _AddressRange | SlabPart) -> None:
+        # May run anywhere, even inside `allocate` (garbage collection): takes no lock.
+        self._returned.append(addresses)
         if self._closed:
             self._close_returned()
 
@@ -250,20 +254,20 @@ class RecycledPages:
                 self._returned.popleft().close()
 
     def _used_now(self) -> int:
-        self._sort_in()
+        self._collect_returned()
         return self._used
 
-    def _sort_in(self) -> None:
+    def _collect_returned(self) -> None:
         with contextlib.suppress(IndexError):
             while True:
-                room = self._returned.popleft()
-                self._used -= room.end - room.begin
-                if isinstance(room, SlabPart):
-                    room.slab.give(room)
+                addresses = self._returned.popleft()
+                self._used -= addresses.end - addresses.begin
+                if isinstance(addresses, SlabPart):
+                    addresses.slab.release(addresses)
                     continue
-                room.lay_out(0, 0)
-                if room not in self._waiting:
-                    self._waiting.append(room)
+                addresses.assign(0, 0)
+                if addresses not in self._waiting:
+                    self._waiting.append(addresses)
 
     def _part_of_a_slab(self, nbytes: int) -> SlabPart:
         part = next(filter(None, (slab.take(nbytes) for slab in self._slabs)), None)
@@ -273,74 +277,74 @@ class RecycledPages:
             part = slab.take(nbytes)
             assert part is not None
         lacking = part.lacking()
-        self._give_way(lacking)
+        self._make_space(lacking)
         part.populate()
         self.held += lacking
         return part
 
-    def _room(self, nbytes: int) -> _Room:
+    def _range(self, nbytes: int) -> _AddressRange:
         tail = nbytes % HUGE_PAGE
-        room = self._room_for(nbytes - tail, tail)
-        room.lay_out(nbytes - tail, tail)
+        addresses = self._range_for(nbytes - tail, tail)
+        addresses.assign(nbytes - tail, tail)
         try:
-            self._furnish(room)
+            self._populate(addresses)
         except BaseException:
-            room.lay_out(0, 0)
+            addresses.assign(0, 0)
             raise
-        return room
+        return addresses
 
-    def _room_for(self, whole: int, tail: int) -> _Room:
-        free = [room for room in self._waiting if room.is_free_for(whole)]
+    def _range_for(self, whole: int, tail: int) -> _AddressRange:
+        free = [addresses for addresses in self._waiting if addresses.is_free_for(whole)]
         if free:
-            return min(free, key=lambda room: room.misfit(whole, tail))
-        room = _Room(whole)
-        self._waiting.append(room)
-        return room
+            return min(free, key=lambda addresses: addresses.misfit(whole, tail))
+        addresses = _AddressRange(whole)
+        self._waiting.append(addresses)
+        return addresses
 
-    def _furnish(self, room: _Room) -> None:
-        """Put pages where the slot lacks them: spare huge ones first, new ones for the rest."""
-        if room.lacking_huge():
-            # The smallest first: that leaves fewer, and the larger ones together.
-            for other in sorted(self._waiting, key=_Room.spare_huge):
-                room.take_from(other)
-        lacking = room.lacking_huge() + room.lacking_small()
-        self._give_way(lacking)
-        room.populate()
+    def _populate(self, addresses: _AddressRange) -> None:
+        """Provide the slot's missing pages: spare huge ones first, new ones for the rest."""
+        if addresses.lacking_huge():
+            # The smallest first: this empties ranges, and keeps the larger ones together.
+            for other in sorted(self._waiting, key=_AddressRange.spare_huge):
+                addresses.take_from(other)
+        lacking = addresses.lacking_huge() + addresses.lacking_small()
+        self._make_space(lacking)
+        addresses.populate()
         self.held += lacking
 
-    def _give_way(self, lacking: int) -> None:
-        """So many bytes are about to be populated: what waits gives way, if there is a budget."""
+    def _make_space(self, lacking: int) -> None:
+        """Free waiting pages for `lacking` bytes that are about to be populated."""
         if self._budget is not None:
-            self._give_up(self.held + lacking - self._budget)
+            self._reclaim(self.held + lacking - self._budget)
 
-    def _give_up(self, nbytes: int) -> None:
-        """Return at least `nbytes` of the waiting pages to the system, if there are so many."""
-        # The largest first: each time costs a call, and stops the other threads for a moment.
-        small: list[_Room | Slab] = [*self._waiting, *self._slabs] if nbytes > 0 else []
-        for room in sorted(small, key=lambda room: room.spare_small(), reverse=True):
-            nbytes -= self._given(room.give_up_small(max(0, nbytes)))
+    def _reclaim(self, nbytes: int) -> None:
+        """Return at least `nbytes` of waiting pages to the system, if there are so many."""
+        # The largest first: each release costs a system call, and stalls the other threads.
+        small: list[_AddressRange | Slab] = [*self._waiting, *self._slabs] if nbytes > 0 else []
+        for addresses in sorted(small, key=lambda addresses: addresses.spare_small(), reverse=True):
+            nbytes -= self._count_released(addresses.release_small(max(0, nbytes)))
         for large in (
-            sorted(self._waiting, key=_Room.spare_huge, reverse=True) if nbytes > 0 else ()
+            sorted(self._waiting, key=_AddressRange.spare_huge, reverse=True) if nbytes > 0 else ()
         ):
-            nbytes -= self._given(large.give_up_huge(max(0, nbytes)))
+            nbytes -= self._count_released(large.release_huge(max(0, nbytes)))
 
-    def _given(self, nbytes: int) -> int:
+    def _count_released(self, nbytes: int) -> int:
         self.held -= nbytes
         return nbytes
 
-    def _forget_what_has_no_pages(self) -> None:
+    def _remove_empty(self) -> None:
         if any(slab.is_empty() for slab in self._slabs):
             self._slabs = [slab for slab in self._slabs if not slab.is_empty()]
         waiting, self._waiting = self._waiting, []
-        for room in waiting:
-            if room.spare_huge() or room.spare_small():
-                self._waiting.append(room)
-            elif room.begin == room.end:
-                room.close()
+        for addresses in waiting:
+            if addresses.spare_huge() or addresses.spare_small():
+                self._waiting.append(addresses)
+            elif addresses.begin == addresses.end:
+                addresses.close()
 
 
 def fresh_map(nbytes: int) -> mmap.mmap:
-    """A map of whole pages, huge ones where that is possible, of zeros."""
+    """Map whole pages of zeros, huge ones where possible."""
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # without transparent huge pages it is slower, not wrong
         mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -348,31 +352,30 @@ def fresh_map(nbytes: int) -> mmap.mmap:
 
 
 def fresh_memory(nbytes: int) -> torch.Tensor:
-    """uint8 memory of zeros in a map of its own, which goes with its last view."""
+    """Return uint8 memory of zeros in its own map, which goes with its last view."""
     return torch.frombuffer(fresh_map(nbytes), dtype=torch.uint8)
 
 
 def populate(address: int, nbytes: int) -> bool:
-    """Have the kernel put zeroed memory behind whole pages of ours. False: it cannot, or does not
-    know how."""
+    """Populate whole pages with zeros. Returns False if the kernel cannot."""
     return bool(libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) == 0)
 
 
-def leave_to_forks(address: int, nbytes: int, leave: bool) -> None:
-    """Whether forked processes find whole pages of ours at these addresses, or nothing at all."""
-    advice = mmap.MADV_DOFORK if leave else mmap.MADV_DONTFORK
+def set_fork_inheritance(address: int, nbytes: int, inherited: bool) -> None:
+    """Set whether forked processes inherit whole pages at these addresses."""
+    advice = mmap.MADV_DOFORK if inherited else mmap.MADV_DONTFORK
     libc.madvise(address, nbytes, advice)  # if refused, a fork is slower, not wrong
 
 
 def _reserve(nbytes: int) -> int:
-    """Addresses for `nbytes` at a multiple of 2 MiB, with no memory behind them."""
-    room = nbytes + HUGE_PAGE
-    found = _map(None, room, _NO_ACCESS, 0)
+    """Reserve addresses for `nbytes` at a multiple of 2 MiB, without memory."""
+    reserved = nbytes + HUGE_PAGE
+    found = _map(None, reserved, _NO_ACCESS, 0)
     address = -(-found // HUGE_PAGE) * HUGE_PAGE
     if address > found:
         _unmap(found, address - found)
-    if found + room > address + nbytes:
-        _unmap(address + nbytes, found + room - address - nbytes)
+    if found + reserved > address + nbytes:
+        _unmap(address + nbytes, found + reserved - address - nbytes)
     return address
 
 
@@ -382,10 +385,10 @@ def _populate_on_touch(address: int, nbytes: int, advice: int) -> None:
 
 
 def _vacate(address: int, nbytes: int) -> None:
-    """Leave addresses without memory, but reserved."""
+    """Free the memory at these addresses, and keep them reserved."""
     try:
         _map(address, nbytes, _NO_ACCESS, _MAP_FIXED)
-    except OSError:  # too many maps: it stays as it is, but empty
+    except OSError:  # too many maps: keep the mapping, but free its pages
         libc.madvise(address, nbytes, mmap.MADV_DONTNEED)
 
 

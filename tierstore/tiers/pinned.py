@@ -1,16 +1,16 @@
-"""Page-locked host memory, between which and an accelerator copies run beside everything else.
+"""Page-locked host memory, for copies to and from an accelerator in parallel to other work.
 
-Note: unmapping registered memory. The driver goes on copying the pages that it locked, whatever is
-mapped at their addresses since: a copy from there gives old bytes, in any library of the process,
-and a kernel launch may fail with an error that it has nothing to do with. So each range has one
-owner, a `Registration`, which keeps the map. It lets go of the map only when (1) no tensor shows
-the memory any more, (2) the device work that uses it is over and (3) the driver has unregistered
-it. Until all of that is so the owner is among `_live`, and stays there if it is interrupted.
+Note: unmapping registered memory. The driver keeps copying from the pages that it locked, whatever
+is mapped at their addresses later: a copy from there returns old bytes, in any library of the
+process, and a kernel launch may fail with an unrelated error. Therefore each range has one owner, a
+`Registration`, which holds the map. It drops the map only when (1) no tensor uses the memory, (2)
+the device work that uses it is done and (3) the driver has unregistered it. Until then the owner is
+in `_live`, and stays there if it is interrupted.
 
-Note: locking beside reading. To zero pages and to lock them may take as long as to fill them from a
-disk. So `RegisteredMemory.make` only maps, in microseconds, and memory is locked later, on
-any thread, while others read into it: reads past the page cache and a driver both find the pages
-that are there, or have the kernel make them, and neither changes a byte of the other's.
+Note: locking in parallel to reading. Zeroing pages and locking them may take as long as filling
+them from a disk. `RegisteredMemory.make` therefore only maps, in microseconds, and memory is locked
+later, on any thread, while other threads read into it: direct reads and the driver both find the
+existing pages, or have the kernel create them, and neither changes bytes of the other.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from tierstore.model.locks import RLock, under
 from tierstore.model.sizes import PAGE
 from tierstore.system.mapping import libc, map_limit
 from tierstore.tiers.free_runs import FreeRuns
-from tierstore.tiers.pages import LateViews, fresh_map, fresh_memory, leave_to_forks, populate
+from tierstore.tiers.pages import LateViews, fresh_map, fresh_memory, populate, set_fork_inheritance
 from tierstore.tiers.slabs import SLAB
-from tierstore.torch_private import forget_last_error
+from tierstore.torch_private import clear_last_error
 
 logger = logging.getLogger("tierstore.tiers")
 
 _SLABS = 64
-"""A slab is no more than the budget divided by this, so that its spare pages do not matter."""
+"""A slab has at most 1/64 of the budget, which limits the cost of its unused pages."""
 
 _SMALL = 8
-"""So many slots at least share a slab: less than this part of it is lost to the last one."""
+"""Minimum number of slots per slab, which limits the waste at its end to an eighth."""
 
 _NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered; HIP has the same number
 
 
 class Registration:
-    """Owner of one map that the driver page-locks. All views of the memory keep `buffer`.
+    """Owner of one map that the driver page-locks. All views of the memory hold `buffer`.
 
     `pending` are events of device work that uses the memory, by the addresses of slots.
     """
@@ -64,22 +64,22 @@ class Registration:
         self.nbytes = len(mapped)
         self.maker = maker
         self.pending: dict[int, list[torch.Event]] = {}
-        self.registering = False  # from before the driver is asked: it may have done it
-        self.settled = False  # it is locked, or stays pageable
+        self.registering = False  # set before the driver call, which may succeed unnoticed
+        self.settled = False  # True once it is locked, or stays pageable
         self._mapped = mapped
         self._pid = os.getpid()
         self._buffer = weakref.ref(buffer, release_dropped)
 
     def is_dropped(self) -> bool:
-        """Whether no view of the memory is left. A fork has no such memory, and drops none."""
+        """Return whether no view of the memory is left. Always False in a forked child."""
         return self._buffer() is None and self._pid == os.getpid()
 
     def release(self) -> None:
-        """Wait for the device, unregister, and let go of the map; if one of these fails, not now.
+        """Wait for the device, unregister, and drop the map. If one of these fails, do nothing.
 
-        Several threads may be here at once, and an interrupt may come between any two
-        instructions. Unregistering twice is refused and does no harm: whoever is here keeps the
-        map, so these are nobody else's addresses yet.
+        Several threads may run this at once, and an interrupt may come between any two
+        instructions. Unregistering twice is refused harmlessly: each caller holds the map, so these
+        addresses cannot be reused yet.
         """
         if self.registering and not self.maker.unregister(self):
             return
@@ -89,10 +89,10 @@ class Registration:
 class RegisteredSlab:
     """Page-locked memory that many small slots share: one map, and one registration.
 
-    Pages that no slot has stay locked with the others, and count towards the budget. Where it is
-    needed for something else, the slab is unlocked, and gives them back; what its slots hold stays
-    there, in pageable memory. So whoever queues device work on a slot, or lets others see its
-    memory, does so under the `lock`, which keeps the slab as it is for so long.
+    Unused pages stay locked with the others, and count towards the budget. When other slots need
+    the memory, the slab is unlocked, and its unused pages are freed; its slots stay where they are,
+    in pageable memory. Hold `lock`, which prevents this, while queueing device work on a slot or
+    handing out views of it.
     """
 
     def __init__(self, buffer: ctypes.Array[ctypes.c_uint8], registration: Registration) -> None:
@@ -103,41 +103,41 @@ class RegisteredSlab:
         self.unlocked = False
         self.users: dict[int, weakref.ref[SlabUser]] = {}  # by the addresses of slots
 
-    def is_seen(self) -> bool:
-        """Whether anybody else may have a view of a slot: of locked memory, as far as he knows."""
+    def may_have_views(self) -> bool:
+        """Return whether other code may have a view of a slot, and rely on it being locked."""
         users = [reference() for reference in self.users.values()]
-        return any(user is not None and user.is_seen() for user in users)
+        return any(user is not None and user.may_have_views() for user in users)
 
-    def give(self, address: int, nbytes: int) -> None:
-        """A slot has gone. Its events stay: others may yet have to wait for them."""
+    def release(self, address: int, nbytes: int) -> None:
+        """Free a slot. Its events are kept: others may still have to wait for them."""
         self.users.pop(address, None)
         if self.unlocked:
             self.registration.nbytes -= nbytes
             libc.madvise(address, nbytes, mmap.MADV_DONTNEED)
         else:
-            self.free.give(address - self.registration.address, nbytes)
+            self.free.release(address - self.registration.address, nbytes)
 
-    def give_up_free(self) -> None:
-        """The memory is pageable from now on, and none of it serves a slot again."""
+    def release_free(self) -> None:
+        """Free the unused pages, after unlocking. The slab serves no new slots."""
         self.unlocked = True
         address = self.registration.address
-        leave_to_forks(address, len(self.buffer), True)
+        set_fork_inheritance(address, len(self.buffer), True)
         for offset, nbytes in self.free:
             libc.madvise(address + offset, nbytes, mmap.MADV_DONTNEED)
         self.registration.nbytes -= self.free.nbytes
 
 
 class SlabUser(Protocol):
-    """A slot, to its slab."""
+    """The interface of a slot to its slab."""
 
     pending: list[torch.Event]
 
-    def is_seen(self) -> bool:
-        """Whether anybody else may have a view of its memory."""
+    def may_have_views(self) -> bool:
+        """Return whether other code may have a view of its memory."""
 
 
-# Nothing is unmapped when the interpreter ends: the process takes its maps and its registrations
-# with it. So this must outlive the modules that are cleared by then.
+# Nothing is unmapped when the interpreter ends: maps and registrations end with the process. This
+# dict must outlive the modules that are cleared by then.
 _live: dict[int, Registration] = {}  # by address
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_live))
 
@@ -145,11 +145,11 @@ ctypes.pythonapi.Py_IncRef(ctypes.py_object(_live))
 def release_dropped(
     _: object = None, *, is_finalizing: Callable[[], bool] = sys.is_finalizing
 ) -> None:
-    """Release all registered memory that no tensor shows any more.
+    """Release all registered memory that no tensor uses any more.
 
-    Called when the last view of some memory goes, on whatever thread that is, and before memory is
-    made, for what could not be released at its time. `is_finalizing` is a default since the names
-    of this module may be gone when the interpreter ends.
+    Called when the last view of some memory goes, on any thread, and before memory is allocated,
+    for memory whose release was not possible earlier. `is_finalizing` is a default argument because
+    the names of this module may be gone when the interpreter ends.
     """
     if is_finalizing():
         return
@@ -159,18 +159,18 @@ def release_dropped(
 
 
 class RegisteredMemory:
-    """Maps of our own that CUDA page-locks: torch's allocator would round to a power of two.
+    """Memory that is mapped here and page-locked by CUDA.
 
-    Memory is made by `make`, and page-locked by `lock`, once. Where the driver locks no more (it
-    has limits, and low ones under WSL2), memory stays pageable: copies are slower, and right. A
-    warning says so once.
+    torch's allocator would round sizes up to a power of two. `make` allocates memory, and `lock`
+    page-locks it, once. Where the driver refuses to lock more (its limits are low under WSL2),
+    memory stays pageable: copies are slower, but correct. A warning reports that once.
 
-    A fork would copy every locked page at once, as a device may write to it: each worker of a
-    DataLoader could take the whole budget. So forked processes do not get them.
+    Locked pages are excluded from forks. A fork would copy all of them at once, because a device
+    may write to them: each worker of a DataLoader could take the whole budget.
 
-    `cuda` has the driver's functions: torch.cuda, or what stands for it. `device` is the one that
-    they are called for. Memory whose views outlive their slot stays registered, and counts towards
-    `budget` (bytes; None: no limit): then more is made only after a moment of waiting for them.
+    `cuda` has the driver's functions: torch.cuda, or a substitute. `device` is the device that they
+    are called for. Memory whose views outlive their slot stays registered, and counts towards
+    `budget` (bytes; None: no limit): further allocations wait for it for a moment.
     """
 
     def __init__(
@@ -183,26 +183,26 @@ class RegisteredMemory:
         self._device = device
         self._budget = budget
         self._late_views = LateViews(budget)
-        self._left = 0  # bytes of slots that are left to views
+        self._detached_bytes = 0  # bytes of detached slots
         self._slab_bytes = 0 if budget is None else min(SLAB, budget // _SLABS) // PAGE * PAGE
         self._slabs: list[RegisteredSlab] = []
         self._parts: dict[int, RegisteredSlab] = {}  # by the addresses of slots
         self._returned: deque[tuple[RegisteredSlab, int, int]] = deque()
-        self._books = threading.Lock()
+        self._accounting = threading.Lock()
         self._warned = False
         self._lock = threading.Lock()
 
     def make(self, nbytes: int) -> torch.Tensor:
-        """uint8 memory of `nbytes` bytes (whole pages) that `lock` page-locks: of zeros, or of a
-        slab, with whatever bytes it last held.
+        """Return uint8 memory of `nbytes` bytes (whole pages), for `lock` to page-lock.
 
-        It is unregistered and unmapped when its last view is gone. Raises OSError.
+        It has zeros, or, in a slab, undefined contents. It is unregistered and unmapped when its
+        last view goes. Raises OSError.
         """
-        with self._books:
+        with self._accounting:
             if nbytes * _SMALL <= self._slab_bytes:
                 buffer = self._part(nbytes)
             else:
-                self._make_room(nbytes)
+                self._reclaim_slabs(nbytes)
                 buffer, _ = self._mapped(nbytes)
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
@@ -214,8 +214,8 @@ class RegisteredMemory:
         _live[registration.address] = registration
         return buffer, registration
 
-    def is_to_lock(self, memory: torch.Tensor) -> bool:
-        """Whether `lock` has to page-lock a slot's memory."""
+    def needs_lock(self, memory: torch.Tensor) -> bool:
+        """Return whether a slot's memory must still be page-locked by `lock`."""
         slab = self.slab_of(memory)
         if slab is not None:
             return not (slab.unlocked or slab.registration.settled)
@@ -223,8 +223,11 @@ class RegisteredMemory:
         return registration is not None and not registration.settled
 
     def lock(self, memory: torch.Tensor) -> None:
-        """Page-lock a slot's memory if it is possible, and was not done. Leaves its bytes as they
-        are: others may be reading into it. Several threads may lock different slots at once."""
+        """Page-lock a slot's memory if possible, once.
+
+        Its bytes do not change: other threads may read into it. Several threads may lock different
+        slots at once.
+        """
         slab = self.slab_of(memory)
         if slab is not None:
             under(slab.lock, functools.partial(self._lock_slab, slab))
@@ -236,42 +239,42 @@ class RegisteredMemory:
             self._register(slab.registration)
 
     def _register(self, registration: Registration) -> None:
-        if not (registration.settled or registration.registering):  # if interrupted, never again
-            self._ask_to_register(registration)
+        if not (registration.settled or registration.registering):  # not retried after interrupts
+            self._call_register(registration)
         registration.settled = True
 
-    def _ask_to_register(self, registration: Registration) -> None:
+    def _call_register(self, registration: Registration) -> None:
         address, nbytes = registration.address, registration.nbytes
-        # Populate first: registering huge pages is faster than small ones. A kernel that does not
-        # know how populates while it locks.
+        # Populate first: registering huge pages is faster than small ones. A kernel without support
+        # for it populates while it locks.
         populate(address, nbytes)
-        leave_to_forks(address, nbytes, False)
+        set_fork_inheritance(address, nbytes, False)
         registration.registering = True
         result = self._cuda.cudart().cudaHostRegister(address, nbytes, 0)
         try:
             self._check(result)
         except RuntimeError as error:
-            registration.registering = False  # an ordinary map, which counts all the same
-            leave_to_forks(address, nbytes, True)
+            registration.registering = False  # it stays an ordinary map, and still counts
+            set_fork_inheritance(address, nbytes, True)
             self._warn(nbytes, error)
 
     # Small slots ---------------------------------------------------------------------------------
 
     def _part(self, nbytes: int) -> ctypes.Array[ctypes.c_uint8]:
-        """Memory for a small slot, of a slab that has room, or of a new one."""
-        self._sort_in()
-        found = self._room_in_a_slab(nbytes)
+        """Return memory for a small slot, from a slab with space or a new one."""
+        self._collect_returned()
+        found = self._take_from_slab(nbytes)
         if found is None:
-            self._make_room(nbytes)
-            found = self._room_in_a_slab(nbytes) or self._new_slab(nbytes)
+            self._reclaim_slabs(nbytes)
+            found = self._take_from_slab(nbytes) or self._new_slab(nbytes)
         slab, offset = found
         part = (ctypes.c_uint8 * nbytes).from_buffer(slab.buffer, offset)
         address = ctypes.addressof(part)
         self._parts[address] = slab
-        weakref.finalize(part, self._come_back, slab, address, nbytes).atexit = False
+        weakref.finalize(part, self._on_release, slab, address, nbytes).atexit = False
         return part
 
-    def _room_in_a_slab(self, nbytes: int) -> tuple[RegisteredSlab, int] | None:
+    def _take_from_slab(self, nbytes: int) -> tuple[RegisteredSlab, int] | None:
         for slab in self._slabs:
             offset = slab.free.take(nbytes)
             if offset is not None:
@@ -287,26 +290,26 @@ class RegisteredMemory:
         assert offset is not None
         return slab, offset
 
-    def _come_back(self, slab: RegisteredSlab, address: int, nbytes: int) -> None:
-        # Possibly in the middle of anything (garbage collection): never waits for a lock.
+    def _on_release(self, slab: RegisteredSlab, address: int, nbytes: int) -> None:
+        # May run anywhere (garbage collection): never waits for a lock.
         self._returned.append((slab, address, nbytes))
-        if self._books.acquire(blocking=False):
+        if self._accounting.acquire(blocking=False):
             try:
-                self._sort_in()
+                self._collect_returned()
             finally:
-                self._books.release()
+                self._accounting.release()
 
-    def _sort_in(self) -> None:
+    def _collect_returned(self) -> None:
         with contextlib.suppress(IndexError):
             while True:
                 slab, address, nbytes = self._returned.popleft()
                 self._parts.pop(address, None)
-                slab.give(address, nbytes)
+                slab.release(address, nbytes)
                 if slab in self._slabs and slab.free.nbytes == slab.registration.nbytes:
-                    self._slabs.remove(slab)  # it goes with its last reference
+                    self._slabs.remove(slab)  # freed with its last reference
 
-    def _make_room(self, nbytes: int) -> None:
-        """Have what slabs do not use give way to `nbytes` bytes, and wait for late views."""
+    def _reclaim_slabs(self, nbytes: int) -> None:
+        """Free unused slab memory for `nbytes` bytes, and wait for late views."""
         for slab in sorted(self._slabs, key=lambda slab: slab.free.nbytes, reverse=True):
             above = 0 if self._budget is None else self._used() + nbytes - self._budget
             if above <= 0 or not slab.free.nbytes:
@@ -316,36 +319,37 @@ class RegisteredMemory:
 
     def _unlock(self, slab: RegisteredSlab) -> None:
         registration = slab.registration
-        if slab.is_seen() or (registration.registering and not self.unregister(registration)):
+        if slab.may_have_views() or (
+            registration.registering and not self.unregister(registration)
+        ):
             return
         registration.registering = False
         self._slabs.remove(slab)
-        slab.give_up_free()
+        slab.release_free()
 
     def slab_of(self, memory: torch.Tensor) -> RegisteredSlab | None:
-        """The slab of which a slot's memory is a part; None if it is not."""
+        """Return the slab that contains a slot's memory, or None."""
         return self._parts.get(memory.data_ptr())
 
     # Accounts ---------------------------------------------------------------------------------
 
     def used(self) -> int:
-        """Bytes of memory that exist for slots that are not left, and that slabs have beside."""
-        with self._books:
+        """Return the bytes of slots that are not detached, and of unused slab memory."""
+        with self._accounting:
             return self._used()
 
     def _used(self) -> int:
-        self._sort_in()
+        self._collect_returned()
         release_dropped()
-        return sum(e.nbytes for e in list(_live.values()) if e.maker is self) - self._left
+        return sum(e.nbytes for e in list(_live.values()) if e.maker is self) - self._detached_bytes
 
-    def leave(self, memory: torch.Tensor, spans: object) -> None:
+    def set_detached(self, memory: torch.Tensor, spans: object) -> None:
         """Stop counting a slot's memory, which views outlive; with None, count it again."""
         with self._lock:
-            self._left += memory.nbytes if spans is not None else -memory.nbytes
+            self._detached_bytes += memory.nbytes if spans is not None else -memory.nbytes
 
-    def keep_for(self, memory: torch.Tensor, user: SlabUser) -> None:
-        """Let device work use the memory up to the events that are pending for its user when it
-        goes."""
+    def track_user(self, memory: torch.Tensor, user: SlabUser) -> None:
+        """Delay the release of memory until the pending events of its user have passed."""
         address = memory.data_ptr()
         slab = self._parts.get(address)
         registration = _live.get(address) if slab is None else slab.registration
@@ -355,17 +359,17 @@ class RegisteredMemory:
             slab.users[address] = weakref.ref(user)
 
     def close(self) -> None:
-        """Release what could not be released when its last view went."""
-        with self._books:
-            self._sort_in()
-            self._slabs.clear()  # each goes with its last slot
+        """Release memory whose release failed when its last view went."""
+        with self._accounting:
+            self._collect_returned()
+            self._slabs.clear()  # each is freed with its last slot
         release_dropped()
 
     def unregister(self, registration: Registration) -> bool:
-        """Have the driver unlock memory, once its device work is over.
+        """Have the driver unlock memory, once its device work is done.
 
-        Returns whether the memory is not registered any more. It stays so while this thread
-        captures a graph, which waiting would break, and if the device is lost.
+        Returns whether the memory is unregistered. It stays registered while this thread captures a
+        graph, which waiting would break, and if the device is lost.
         """
         if self._is_captured():
             return False
@@ -380,7 +384,7 @@ class RegisteredMemory:
             logger.warning(
                 "%s bytes of host memory stay page-locked for now: %s",
                 f"{registration.nbytes:,}",
-                str(error),  # its frames have the map
+                str(error),  # as text: its frames hold the map
             )
             return False
         return True
@@ -390,15 +394,15 @@ class RegisteredMemory:
         return ask is not None and bool(ask())
 
     def _selected(self) -> contextlib.AbstractContextManager[object]:
-        """The device is the current one inside: another would be set up, if it is not in use."""
+        """Make the device current in the block; the driver would initialise another one."""
         if self._device is None or self._device.index is None:
             return contextlib.nullcontext()
         return torch.accelerator.device_index(self._device.index)
 
     def _check(self, result: Any, *fine: int) -> None:
-        """Raise RuntimeError for a refusal, which is not left to a later launch of this thread."""
+        """Raise RuntimeError for an error code, and clear it for later launches of this thread."""
         if int(result):
-            forget_last_error(self._cuda.cudart())
+            clear_last_error(self._cuda.cudart())
         if int(result) not in fine:
             self._cuda.check_error(int(result))
 
@@ -416,7 +420,7 @@ class RegisteredMemory:
 
 
 def pinned_memory(nbytes: int) -> torch.Tensor:
-    """uint8 memory of `nbytes` bytes (whole pages) that torch page-locks for other accelerators."""
+    """Return uint8 memory of `nbytes` bytes (whole pages) that torch page-locks."""
     try:
         memory = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""Groups read from disk into host memory, and the proof that they arrived as written."""
+"""Reads groups from disk into host memory, and verifies them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from tierstore.system.files import DataFile, FileStamp, ReadPiece, pieces, trans
 from tierstore.tiers.entry import GroupEntry
 from tierstore.tiers.hop import Copied
 from tierstore.tiers.host_tier import HostTier
-from tierstore.tiers.spill import NAMELESS
+from tierstore.tiers.spill import UNNAMED
 from tierstore.tiers.workers import Job, Workers
 
 
 class NotCheckedError(TierStoreError):
-    """A part of a group was read that has to be read as a whole, to be checked. Users never see it:
-    whoever reads parts reads the group instead."""
+    """A part of a group was read whose group must be read as a whole, to be verified.
+
+    Users never see it: the caller reads the whole group instead.
+    """
 
 
 class DiskReader:
-    """Reads groups with several threads and checks what was read, as `verify` says.
+    """Reads groups with several threads and verifies them, as `verify` says.
 
-    Groups in `fetched` are checked at the first read whatever `verify` says.
+    Groups in `fetched` are verified at the first read whatever `verify` says.
     """
 
     def __init__(
@@ -44,51 +46,53 @@ class DiskReader:
         self._fetched = fetched
         self.workers = workers
         self._verify = verify
-        # The checksums of a group were right when it was read from this source, with these stamps.
+        # Source and stamps with which the checksums of a group were last verified.
         self._verified = WeakKeyDictionary[GroupEntry, tuple[Source, Mapping[str, FileStamp]]]()
         self._first_digests = WeakKeyDictionary[GroupEntry, list[str]]()
 
     def read(
         self,
         entry: GroupEntry,
-        room: memoryview,
+        buffer: memoryview,
         ending: Callable[[], None] = lambda: None,
         beside: Iterable[Job] = (),
     ) -> int:
-        """Read a group's copy on disk into `room`, on this thread and on others that are idle.
+        """Read a group's copy on disk into `buffer`, on this thread and on idle ones.
 
-        `room` is page-aligned memory of the size of the group's slot. `ending` is told when the
-        last piece is begun. The jobs in `beside` are done by the same threads, and begun first;
-        none is under way any more when this returns or raises. Returns the bytes that were asked
-        for. Raises what is wrong with a file: CorruptDataError, StaleCheckpointError,
-        TruncatedFileError or another TransferError.
+        `buffer` is page-aligned memory of the size of the group's slot. `ending` is called when the
+        last piece is started. The same threads run the jobs in `beside`, and start them first; none
+        is running when this returns or raises. Returns the bytes requested. Raises
+        CorruptDataError, StaleCheckpointError, TruncatedFileError or another TransferError.
         """
         source = entry.source
         assert source is not None
-        stamps = self._read_pieces(entry, source, room, pieces(source), ending, beside)
-        self.check(entry, room, source, stamps)
+        stamps = self._read_pieces(entry, source, buffer, pieces(source), ending, beside)
+        self.check(entry, buffer, source, stamps)
         return source.nbytes
 
     def may_read_parts(self, entry: GroupEntry) -> bool:
-        """Return whether `read_part` may be called: not where bytes have to be moved after they
-        were read, nor where they have to be compared with checksums, which are those of tensors."""
+        """Return whether `read_part` may be called.
+
+        False if bytes must be moved after the read, or compared with checksums, which cover whole
+        tensors.
+        """
         source = entry.source
         if source is None or source.moves:
             return False
         checked = self._verified.get(entry, (None,))[0] is source or not source.checks
         return self._trusts(entry) or (checked and self._verify != "always")
 
-    def read_part(self, entry: GroupEntry, room: memoryview, offset: int) -> int:
-        """Read as many bytes of a group as `room` has, from byte `offset` of it on.
+    def read_part(self, entry: GroupEntry, buffer: memoryview, offset: int) -> int:
+        """Read `len(buffer)` bytes of a group, from byte `offset` of it on.
 
-        Both are multiples of a page. Returns the bytes that were asked for. Raises what `read`
-        raises, and NotCheckedError if the files have changed since the group was checked: it may
-        not be read in parts again before all of it was read, and compared with its checksums.
+        Both are multiples of a page. Returns the bytes requested. Raises the errors of `read`, and
+        NotCheckedError if the files have changed since the group was verified: the whole group must
+        be read and verified before parts are read again.
         """
         source = entry.source
         assert source is not None
-        todo = list(_parts_within(pieces(source), offset, len(room)))
-        stamps = self._read_pieces(entry, source, room, todo)
+        todo = list(_parts_within(pieces(source), offset, len(buffer)))
+        stamps = self._read_pieces(entry, source, buffer, todo)
         if source.checks and not self._is_checked(entry, source, stamps):
             self._verified.pop(entry, None)
             raise NotCheckedError(f"group {entry.group.key!r} has changed since it was checked")
@@ -98,51 +102,55 @@ class DiskReader:
         self,
         entry: GroupEntry,
         source: Source,
-        room: memoryview,
+        buffer: memoryview,
         todo: Iterable[ReadPiece],
         ending: Callable[[], None] = lambda: None,
         beside: Iterable[Job] = (),
     ) -> dict[str, FileStamp]:
-        """Read pieces into `room`. Returns the stamps of files that others could change."""
+        """Read pieces into `buffer`. Returns the stamps of files that others could change."""
         files = {path: self._open(entry, path) for path in source.paths}
         reads = (
-            functools.partial(self._read, entry, room, piece, files[piece.path]) for piece in todo
+            functools.partial(self._read, entry, buffer, piece, files[piece.path]) for piece in todo
         )
         self.workers.run_parallel(chain(beside, reads), ending)
         return self._stamps(entry, files)
 
     def _open(self, entry: GroupEntry, path: str) -> DataFile:
-        """The file, if it is what it was."""
+        """Return the file. Raises StaleCheckpointError if it has changed."""
         held = entry.files.get(path)
         with transfer_errors("reading", key=entry.group.key, path=path):
             return self.files.get(path) if held is None else self.files.open(held)
 
     def _stamps(self, entry: GroupEntry, files: Mapping[str, DataFile]) -> dict[str, FileStamp]:
-        """See that the files are still what they were: what changed meanwhile is no good either.
-        Returns the stamps of those that others could change."""
+        """Check that the files did not change during the read.
+
+        Returns the stamps of files that others could change.
+        """
         stamps = {}
         for path, file in files.items():
             with transfer_errors("reading", key=entry.group.key, path=path):
                 if path in entry.files:
                     self.files.check(file, entry.files[path])
-                if not path.startswith(NAMELESS):
+                if not path.startswith(UNNAMED):
                     stamps[path] = file.stamp()
         return stamps
 
-    def _read(self, entry: GroupEntry, room: memoryview, piece: ReadPiece, file: DataFile) -> None:
-        part = room[piece.at : piece.at + piece.nbytes]
+    def _read(
+        self, entry: GroupEntry, buffer: memoryview, piece: ReadPiece, file: DataFile
+    ) -> None:
+        part = buffer[piece.at : piece.at + piece.nbytes]
         with transfer_errors("reading", key=entry.group.key, path=piece.path):
             file.read_at_least(part, piece.offset, piece.needed)
 
     def check(
         self, entry: GroupEntry, data: memoryview, source: Source, stamps: Mapping[str, FileStamp]
     ) -> None:
-        """Put bytes that were read into place, and see that they are the ones written.
+        """Move the bytes that were read to their place, and verify them.
 
         `stamps` are those of the files that others could change.
         """
         array = np.frombuffer(data, dtype=np.uint8)
-        for move in source.moves:  # the two ranges may overlap: numpy sees to that
+        for move in source.moves:  # numpy handles overlapping ranges
             array[move.dst : move.dst + move.nbytes] = array[move.src : move.src + move.nbytes]
         if self._is_checked(entry, source, stamps):
             return
@@ -157,7 +165,7 @@ class DiskReader:
     def _check_against_first_read(
         self, entry: GroupEntry, source: Source, data: memoryview
     ) -> None:
-        """A checkpoint carries no checksums: what it held at the first read must remain so."""
+        """Verify a source without checksums against the digests of its first read."""
         found = [digest(data[s.at : s.at + s.extent.nbytes]) for s in source.segments]
         first = self._first_digests.setdefault(entry, found)
         for expected, now in zip(first, found, strict=True):
@@ -165,14 +173,17 @@ class DiskReader:
                 raise _corrupt(entry, source, "the checkpoint's bytes", expected, now)
 
     def _trusts(self, entry: GroupEntry) -> bool:
-        """Return whether nothing is checked. What was fetched from an object store always is: it is
-        not the user's file, whose bytes they may vouch for."""
+        """Return whether verification is off for this group.
+
+        Groups fetched from an object store are always verified: `verify="never"` vouches for the
+        user's own files only.
+        """
         return self._verify == "never" and entry not in self._fetched
 
     def _is_checked(
         self, entry: GroupEntry, source: Source, stamps: Mapping[str, FileStamp]
     ) -> bool:
-        """Return whether a group needs no check, as its files are what they were at the last."""
+        """Return whether a group needs no check, as its files have not changed since the last."""
         if self._trusts(entry):
             return True
         verified, with_stamps = self._verified.get(entry, (None, None))
@@ -180,8 +191,10 @@ class DiskReader:
 
 
 def _parts_within(read: Iterable[ReadPiece], offset: int, nbytes: int) -> Iterator[ReadPiece]:
-    """The parts of `read` that lie in `nbytes` bytes of a group from `offset` on, with their places
-    counted from there."""
+    """Yield the parts of `read` in `nbytes` bytes of a group from `offset` on.
+
+    Their places are relative to `offset`.
+    """
     for piece in read:
         start = max(piece.at, offset)
         stop = min(piece.at + piece.nbytes, offset + nbytes)
@@ -217,7 +230,7 @@ def _corrupt(
     path = source.segments[0].extent.path if source.segments else ""
     return CorruptDataError(
         f"group {entry.group.key!r}: {what!r} in {path} is not what was written (checksum "
-        f"{found} instead of {expected}): the disk or somebody changed it; remove it with "
+        f"{found} instead of {expected}): the disk or another program changed it; remove it with "
         "tierstore-inspect rm and put the group again, or download the checkpoint again",
         key=entry.group.key,
         path=path,

@@ -1,12 +1,12 @@
-"""The tier below the disk: groups that lie in an object store, and what was fetched of them.
+"""The tier below the disk: groups in an object store, and a disk cache of fetched groups.
 
-A group that is fetched goes to disk as an object file, in a directory of its own (`remote` in the
-store's), named by what it holds: the URL, the ETag and the extents of its bytes. There it is a copy
-on the tier DISK as any other, within `disk_budget`; the planner drops it when the room is needed,
-as it can be fetched again. The checksums of object files say that it is what was fetched. Whoever
-finds that it is not fetches it anew.
+A fetched group is written to disk as an object file, in its own directory (`remote` in the
+store's). Its name is derived from the URL, the ETag and the extents of its bytes. It is a copy on
+the tier DISK like any other, within `disk_budget`; the planner drops it when space is needed, as it
+can be fetched again. Checksums in the object file verify it; if they do not match, the group is
+fetched again.
 
-Nothing is ever written to an object store: the tier has a budget of no bytes.
+Nothing is ever written to an object store: the tier has a budget of 0 bytes.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ from tierstore.tiers.pages import fresh_memory
 from tierstore.tiers.workers import RunParallel, Workers
 
 PIECE = 8 << 20
-"""Bytes of one request, at most."""
+"""Maximum bytes per request."""
 
 IN_FLIGHT = 8
-"""Requests at once."""
+"""Number of parallel requests."""
 
 NEAR = 64 << 10
-"""Tensors that are so few bytes apart are fetched with one request: to ask again takes longer."""
+"""Maximum gap in bytes between tensors of one request: another request would take longer."""
 
 CACHE = "remote"
-"""The directory, in the store's, of what was fetched."""
+"""Name of the subdirectory for fetched groups."""
 
 
-# What to fetch -----------------------------------------------------------------------------------
+# Requests ----------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, frozen=True)
 class RemoteSource:
-    """Where a group's bytes lie in `objects` of a store, by URL, and go to in the packed group."""
+    """The location of a group's bytes in `objects` of a store, by URL, and in the packed group."""
 
     segments: tuple[Segment, ...]
     objects: Mapping[str, RemoteObject]
@@ -72,27 +72,27 @@ class RemoteSource:
 
 @dataclass(frozen=True, slots=True)
 class RangeRequest:
-    """The bytes from `start` to `stop` of an object, in which all of `segments` have some."""
+    """The bytes from `start` to `stop` of an object, which overlap all of `segments`."""
 
     url: str
     start: int
     stop: int
     segments: tuple[Segment, ...]
 
-    def scatter(self, data: memoryview, room: memoryview) -> None:
-        """Put what has come to where the segments go in the packed group."""
-        come, packed = np.frombuffer(data, np.uint8), np.frombuffer(room, np.uint8)
+    def scatter(self, data: memoryview, buffer: memoryview) -> None:
+        """Copy the received bytes to the places of the segments in the packed group."""
+        come, packed = np.frombuffer(data, np.uint8), np.frombuffer(buffer, np.uint8)
         for segment in self.segments:
             extent = segment.extent
             begin = max(self.start, extent.offset)
             end = min(self.stop, extent.offset + extent.nbytes)
             at = segment.at + begin - extent.offset
-            # By numpy, which lets other threads go on meanwhile.
+            # numpy releases the GIL for this copy.
             packed[at : at + end - begin] = come[begin - self.start : end - self.start]
 
 
 def requests(segments: Iterable[Segment], block: int = PIECE) -> Iterator[RangeRequest]:
-    """Few ranges of at most `block` bytes that cover the segments, which do not overlap."""
+    """Yield few ranges of at most `block` bytes that cover the segments, which do not overlap."""
     for url, run in _runs(segments):
         start = run[0].extent.offset
         stop = run[-1].extent.offset + run[-1].extent.nbytes
@@ -111,7 +111,7 @@ def _overlaps(segment: Segment, begin: int, end: int) -> bool:
 
 
 def _runs(segments: Iterable[Segment]) -> Iterator[tuple[str, list[Segment]]]:
-    """Neighbours in an object, in the order in which they lie there."""
+    """Group segments that are near each other in an object, in the order of their offsets."""
     run: list[Segment] = []
     for segment in sorted(segments, key=lambda s: (s.extent.path, s.extent.offset)):
         extent = segment.extent
@@ -130,18 +130,19 @@ def _runs(segments: Iterable[Segment]) -> Iterator[tuple[str, list[Segment]]]:
 
 def fetch(
     source: RemoteSource,
-    room: memoryview,
+    buffer: memoryview,
     run_parallel: RunParallel,
     closed: threading.Event | None = None,
 ) -> int:
-    """Read a group into `room`, which is as large as it is. Returns the bytes that were asked for.
+    """Read a group into `buffer`, which has the group's size. Returns the bytes requested.
 
-    Raises StaleCheckpointError or TransferError; ClosedError, asking no more, once it is `closed`.
+    Raises StaleCheckpointError, TransferError, or, without further requests, ClosedError once
+    `closed` is set.
     """
 
     def get(request: RangeRequest) -> None:
         data = source.objects[request.url].read(request.start, request.stop, closed)
-        request.scatter(data, room)
+        request.scatter(data, buffer)
 
     todo = list(requests(source.segments))
     run_parallel(functools.partial(get, request) for request in todo)
@@ -149,9 +150,9 @@ def fetch(
 
 
 def cache_key(packing: Packing, source: RemoteSource, number: int) -> str:
-    """The name of what is fetched from there, as long as the objects are what they are.
+    """Return the name of a fetched group. It changes when the objects do.
 
-    Of groups of the very same bytes, each has a file of its own: `number` tells them apart.
+    `number` distinguishes groups of the very same bytes: each has its own file.
     """
     rows = sorted(
         (
@@ -166,45 +167,47 @@ def cache_key(packing: Packing, source: RemoteSource, number: int) -> str:
         for s in source.segments
     )
     blocks = [(block.name, block.dtype, block.shape) for block in packing.blocks]
-    told = json.dumps([rows, blocks, number]).encode()
-    return hashlib.sha256(told).hexdigest()[:40]
+    description = json.dumps([rows, blocks, number]).encode()
+    return hashlib.sha256(description).hexdigest()[:40]
 
 
-# What was fetched --------------------------------------------------------------------------------
+# The cache ---------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False, frozen=True)
 class CachedFile:
-    """One file of what was fetched. `version` tells it from one that came in its place."""
+    """The file of a fetched group. `version` distinguishes it from a later file of that name."""
 
     cache: RemoteCache
     key: str
     version: int
 
     def remove(self) -> None:
-        """Remove it, unless it was fetched anew meanwhile. If that fails, it stays for the next
-        store, which finds it."""
+        """Remove the file, unless it was fetched again meanwhile.
+
+        If that fails, the file stays for the next store to find.
+        """
         with contextlib.suppress(TransferError):
             self.cache.remove(self)
 
 
 @dataclass(eq=False)
 class RemoteCache:
-    """The files of what was fetched, by this store and by those that had the directory before.
+    """The files of groups fetched by this store and by earlier stores of the directory.
 
-    `left` are those of which no group is registered yet. `sources` says what lies where in object
-    stores. Nothing is fetched any more once it is `closing`.
+    `unclaimed` are those for which no group is registered yet. `sources` locates groups in object
+    stores. Once `closing` is set, nothing more is fetched.
     """
 
     path: str
     disk: DiskTier
-    left: dict[str, GroupEntry] = field(default_factory=dict)
+    unclaimed: dict[str, GroupEntry] = field(default_factory=dict)
     closing: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
         self.sources = WeakKeyDictionary[GroupEntry, RemoteSource]()
         self._keys = WeakKeyDictionary[GroupEntry, str]()
-        self._directory = ObjectDirectory(self.path, lasting=False)
+        self._directory = ObjectDirectory(self.path, durable=False)
         self._versions: dict[str, int] = {}
         self._taken: set[str] = set()
         self._lock = RLock()
@@ -213,10 +216,10 @@ class RemoteCache:
             group = GroupId(f"{CACHE}/{key}", -1 - number)
             entry = GroupEntry(group, spec, packing=stored.packing)
             self._found(entry, stored)
-            self.add(entry, RemoteSource((), {}))  # nobody asks for it
+            self.add(entry, RemoteSource((), {}))  # a placeholder, which is never fetched
             self._keys[entry] = key
-            self.left[key] = entry
-        for name in self._directory.damaged:  # of no use to anybody, and it takes room
+            self.unclaimed[key] = entry
+        for name in self._directory.damaged:  # useless, and takes disk space
             with transfer_errors("removing", path=self.path):
                 os.unlink(os.path.join(self.path, "objects", name))
 
@@ -226,13 +229,15 @@ class RemoteCache:
         self.disk.fetched[entry] = CachedFile(self, stored.key, version)
 
     def add(self, entry: GroupEntry, source: RemoteSource) -> None:
-        """A group lies in an object store."""
+        """Record that a group lies in an object store."""
         self.sources[entry] = source
         entry.backing = REMOTE
 
     def take(self, entry: GroupEntry) -> GroupEntry | None:
-        """Give a group a name for what is fetched of it. Returns what is left of it from before,
-        which is the group's copy from now on."""
+        """Name a group's cache file. Returns the unclaimed entry of that name, if any.
+
+        The unclaimed file is the group's copy after this call.
+        """
         assert entry.packing is not None
         source, number = self.sources[entry], 0
         with self._lock:
@@ -240,22 +245,22 @@ class RemoteCache:
                 number += 1
             self._taken.add(key)
         self._keys[entry] = key
-        left = self.left.pop(key, None)
+        left = self.unclaimed.pop(key, None)
         if left is not None:
             entry.source = left.source
             self.disk.fetched[entry] = self.disk.fetched.pop(left)
             del self._keys[left]
         return left
 
-    def give_up(self, entry: GroupEntry) -> None:
-        """A group is not fetched any more."""
+    def unregister(self, entry: GroupEntry) -> None:
+        """Forget that a group lies in an object store."""
         if self.sources.pop(entry, None) is not None:
             entry.backing = None
             with self._lock:
                 self._taken.discard(self._keys.pop(entry, ""))
 
     def save(self, entry: GroupEntry, data: memoryview, run_parallel: RunParallel) -> None:
-        """Write what was fetched. Raises DiskFullError or TransferError."""
+        """Write a fetched group to disk. Raises DiskFullError or TransferError."""
         key = self._keys[entry]
         assert entry.packing is not None
         staged = self._directory.stage(
@@ -268,14 +273,14 @@ class RemoteCache:
             self._found(entry, staged.stored)
 
     def remove(self, cached: CachedFile) -> None:
-        """Remove a file, unless another has taken its place. Raises TransferError."""
+        """Remove a file, unless another has replaced it. Raises TransferError."""
         with self._lock:
             if self._versions.get(cached.key, 0) == cached.version:
                 self._directory.remove(cached.key)
                 self.disk.files.forget(self._directory.path_of(cached.key))
 
     def close(self) -> None:
-        """Leave the files to the next store."""
+        """Close the cache, and leave the files to the next store."""
         self._directory.close()
 
 
@@ -283,7 +288,7 @@ class RemoteCache:
 
 
 class RemoteTier:
-    """Groups that lie in an object store: an entry says where."""
+    """Groups in an object store, located by their entries."""
 
     tier = REMOTE
     capacity = 0
@@ -297,17 +302,17 @@ class RemoteTier:
         return entry in self.cache.sources
 
     def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
-        raise AssertionError("nothing is written to an object store")
+        raise AssertionError("object stores are read-only")
 
     def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
         raise RuntimeError(f"group {entry.group.key!r} is in an object store")
 
     def drop(self, entry: GroupEntry) -> None:
-        """The objects stay what they are."""
-        self.cache.give_up(entry)
+        """Forget the group's location. The objects do not change."""
+        self.cache.unregister(entry)
 
     def stop_waiting(self) -> None:
-        """A server may not answer for a while, and groups may be large."""
+        """Stop fetching: a server may not answer for a while, and groups may be large."""
         self.cache.closing.set()
 
     def close(self, entries: Iterable[GroupEntry]) -> None:
@@ -327,23 +332,22 @@ class RemoteToDisk:
 
     def copy(self, entry: GroupEntry, ending: Callable[[], None]) -> Copied:
         memory = fresh_memory(entry.spec.nbytes).numpy().data
-        return Copied(self.bring(entry, memory))
+        return Copied(self.fetch_and_store(entry, memory))
 
     def has_fetched(self, entry: GroupEntry) -> bool:
-        """Whether the copy of a group on disk was fetched, and can be again."""
+        """Return whether the disk copy of a group was fetched, and can be fetched again."""
         return entry in self._cache.disk.fetched and entry in self._cache.sources
 
-    def bring(self, entry: GroupEntry, room: memoryview) -> int:
-        """Fetch a group into `room`, and write it. Returns the bytes that were asked for."""
+    def fetch_and_store(self, entry: GroupEntry, buffer: memoryview) -> int:
+        """Fetch a group into `buffer`, and write it to disk. Returns the bytes requested."""
         source = self._cache.sources[entry]
-        nbytes = fetch(source, room, self.workers.run_parallel, self._cache.closing)
-        self._cache.save(entry, room, self.workers.run_parallel)
+        nbytes = fetch(source, buffer, self.workers.run_parallel, self._cache.closing)
+        self._cache.save(entry, buffer, self.workers.run_parallel)
         return nbytes
 
 
 class FetchedToHost:
-    """Reads groups from disk as `reading` does. What was fetched, and is not there any more as it
-    was written, is fetched anew."""
+    """Reads groups from disk by `reading`, and fetches missing or damaged cached groups again."""
 
     src = Tier.DISK
     dst = Tier.HOST
@@ -359,25 +363,27 @@ class FetchedToHost:
         try:
             return self._reading.copy(entry, ending)
         except (CorruptDataError, TruncatedFileError, TransferError) as error:
-            of_the_cache = isinstance(error, CorruptDataError | TruncatedFileError) or isinstance(
+            is_cache_fault = isinstance(error, CorruptDataError | TruncatedFileError) or isinstance(
                 error.__cause__, FileNotFoundError
             )
-            if not of_the_cache or not self._fetching.has_fetched(entry):
+            if not is_cache_fault or not self._fetching.has_fetched(entry):
                 raise
-        room = entry.slots[self.dst].bytes()
-        return Copied(self._fetching.bring(entry, room))
+        buffer = entry.slots[self.dst].bytes()
+        return Copied(self._fetching.fetch_and_store(entry, buffer))
 
 
 def remote_tier(
     tiers: StoreTiers, directory: str, reading: Hop
 ) -> tuple[RemoteTier, Collection[Hop]]:
-    """The tier of a store whose directory is `directory`, and the hops that it comes with; one of
-    them takes the place of `reading`, from disk to host memory."""
+    """Return the tier of a store whose directory is `directory`, and its hops.
+
+    One of the hops replaces `reading`, from disk to host memory.
+    """
     path = os.path.join(directory, CACHE)
     if os.path.islink(path):
         raise TransferError(
-            f"{path} is a link, which is not followed out of the store's directory: remove it, or "
-            "pass a disk_dir on the other disk",
+            f"{path} is a link, and links out of the store's directory are not followed: remove "
+            "it, or pass a disk_dir on the other disk",
             path=path,
         )
     cache = RemoteCache(path, tiers.disk)
@@ -386,6 +392,6 @@ def remote_tier(
 
 
 def has_cache(directory: str) -> bool:
-    """Whether a store's directory holds what was fetched."""
+    """Return whether a store's directory has fetched groups."""
     path = os.path.join(directory, CACHE)
     return os.path.isdir(path) and not os.path.islink(path)

@@ -1,7 +1,7 @@
-"""A worker's side of a service: what it asks for, and where it connects again.
+"""A worker's connection to a service, which reconnects after a loss.
 
-A `ServiceLink` has one wire at a time (see `tierstore.tiers.service_wire`): if the service is gone,
-every call that needs it raises ServiceLostError at once, and the next one looks whether it is back.
+A `ServiceLink` has one wire at a time (see `tierstore.tiers.service_wire`). If the service is gone,
+calls that need it raise ServiceLostError at once, and the next call tries to reconnect.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from tierstore.wire.messages import Message
 logger = logging.getLogger("tierstore.tiers")
 
 BATCH = 64
-"""Groups that are registered with one message."""
+"""Groups per registration message."""
 
 
 @dataclass(eq=False)
 class ServiceLink:
-    """What a store knows of the service at the socket `path`.
+    """A store's connection to the service at the socket `path`.
 
-    With `private`, leased memory is mapped so that whoever writes to it changes only a copy of
-    their own, until the lease ends; else it can only be read. `table` opens files here. `listener`
-    is told what the service says: see `listen`.
+    With `private`, leased memory is mapped copy-on-write: writes change only this process's copy,
+    until the lease ends; otherwise it is read-only. `table` opens files here. `listener` receives
+    the service's unsolicited messages: see `listen`.
     """
 
     path: str
@@ -46,11 +46,14 @@ class ServiceLink:
     _wire: Wire | None = None
     _closed: bool = False
     _connecting: Any = field(default_factory=RLock)
-    # What finalizers have left to say: they may run anywhere, also where a message is being sent.
-    _left: deque[tuple[weakref.ref[Wire], Message]] = field(default_factory=deque)
+    # Messages of finalizers, which may run anywhere, even while another message is being sent.
+    _deferred: deque[tuple[weakref.ref[Wire], Message]] = field(default_factory=deque)
 
     def wire(self) -> Wire:
-        """The connection, made anew if it was lost. Raises ServiceLostError, or ClosedError."""
+        """Return the connection, after reconnecting if it was lost.
+
+        Raises ServiceLostError, or ClosedError.
+        """
         wire = self._wire
         if wire is not None and wire.lost is None:
             return wire
@@ -63,22 +66,22 @@ class ServiceLink:
             self._wire = Wire(self.path, self.listener, private=self.private)
             try:
                 self._check_open()
-            except ClosedError:  # since then: `stop` may not have seen this wire
+            except ClosedError:  # closed meanwhile: `stop` may not have seen this wire
                 self._wire.close()
                 raise
             if again:
-                logger.info("connected again to the service at %s", self.path)
-                # What is leased and idle was of another arena, beside the budget of this one.
+                logger.info("reconnected to the service at %s", self.path)
+                # Idle leases belong to the old arena, outside the budget of the new one.
                 self.listener.reclaim()
             self.listener.allowance(self._wire.welcome.allowance)
         return self._wire
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ClosedError("the store is closed: connect again")
+            raise ClosedError("the store is closed: connect a new one")
 
     def listen(self, allowance: Callable[[int], None], reclaim: Callable[[], None]) -> None:
-        """Have these told what the service says unasked (see `Listener`), and connect.
+        """Connect, and pass the service's unsolicited messages to these callbacks (see `Listener`).
 
         Raises ServiceLostError, or TierStoreError if the service refuses.
         """
@@ -87,32 +90,32 @@ class ServiceLink:
 
     @property
     def budget(self) -> int:
-        """Bytes of the service's host memory, as far as is known."""
+        """Bytes of the service's host memory; 0 if unknown."""
         wire = self._wire
         return 0 if wire is None else wire.welcome.budget
 
     def directory(self) -> str:
-        """Where the service keeps object files."""
+        """Return the directory in which the service keeps object files."""
         return self.wire().welcome.directory
 
     # Groups ------------------------------------------------------------------------------------
 
     def register(self, groups: Sequence[SharedGroup]) -> None:
-        """Have the service know groups. Raises what is wrong with them, or ServiceLostError."""
+        """Register groups with the service. Raises their errors, or ServiceLostError."""
         wire = self.wire()
         for at in range(0, len(groups), BATCH):
             batch = groups[at : at + BATCH]
-            # Files are numbered in the order in which they are sent.
+            # The lock keeps file numbers in the order of the messages that send the files.
             rows = exclusively(self._connecting, functools.partial(self._rows, wire, batch))
             request = wire.new_request()
             message = messages.Register(request, rows)
             answer = wire.ask(request, message, messages.Registered, batch[0].key)
             for group, number in zip(batch, answer.groups, strict=True):
-                self._know(wire, group, number)
+                self._record(wire, group, number)
 
-    def _know(self, wire: Wire, group: SharedGroup, number: int) -> None:
+    def _record(self, wire: Wire, group: SharedGroup, number: int) -> None:
         wire.numbers[group] = number
-        left, of = self._left, weakref.ref(wire)
+        left, of = self._deferred, weakref.ref(wire)
         weakref.finalize(group, left.append, (of, messages.Forget(number))).atexit = False
 
     def _rows(self, wire: Wire, groups: Sequence[SharedGroup]) -> list[messages.Group]:
@@ -136,29 +139,30 @@ class ServiceLink:
         )
 
     def lease(self, group: SharedGroup) -> SharedLease:
-        """A lease on a group. Waits until it is there.
+        """Lease a group. Blocks until it is resident.
 
-        Raises the errors of a read that failed, BudgetError if it can never fit, ServiceLostError.
+        Raises the errors of a failed read, BudgetError if the group can never fit,
+        ServiceLostError.
         """
-        self._say_what_was_left()
+        self._send_deferred()
         wire = self.wire()
         number = wire.numbers.get(group)
-        if number is None:  # the service was started again since
+        if number is None:  # the service has restarted
             self.register([group])
             number = wire.numbers[group]
         return wire.lease(group, number)
 
     def release(self, lease: SharedLease) -> None:
-        """Give a lease back: nobody looks at its memory any more, nor does a device."""
+        """Release a lease, whose memory is used neither by views nor by a device any more."""
         nbytes = lease.memory.nbytes
         if self.private:
             lease.wire.map.refresh(lease.offset, nbytes)
         lease.wire.release(lease.request)
-        self._say_what_was_left()
+        self._send_deferred()
 
-    def _say_what_was_left(self) -> None:
-        while self._left:
-            of, message = self._left.popleft()
+    def _send_deferred(self) -> None:
+        while self._deferred:
+            of, message = self._deferred.popleft()
             wire = of()
             if wire is not None and wire.lost is None:
                 with contextlib.suppress(ServiceLostError):
@@ -167,7 +171,7 @@ class ServiceLink:
     # Objects -----------------------------------------------------------------------------------
 
     def find(self, key: str) -> bool:
-        """Whether the service has an object file of this key."""
+        """Return whether the service has an object file of this key."""
         wire = self.wire()
         request = wire.new_request()
         return wire.ask(request, messages.Find(request, key), messages.Found, key).there
@@ -175,9 +179,9 @@ class ServiceLink:
     def upload(
         self, key: str, tensors: Iterable[TensorSpec], nbytes: int, data: Iterable[memoryview]
     ) -> None:
-        """Hand tensors over that lie in `nbytes` bytes, the parts of `data`, to be kept for all.
+        """Upload tensors that lie in `nbytes` bytes, the parts of `data`, for all workers.
 
-        Returns when they are on disk. Raises what a put raises, or ServiceLostError.
+        Returns when they are on disk. Raises the errors of a put, or ServiceLostError.
         """
         wire = self.wire()
         request = wire.new_request()
@@ -195,16 +199,18 @@ class ServiceLink:
         wire.ask(request, last, messages.Done, key)
 
     def stop(self) -> None:
-        """Ask for nothing any more: whoever waits for an answer gets ServiceLostError, and whoever
-        asks from now on ClosedError. What is leased stays leased until `close`."""
-        # Without a lock: a thread that connects, or sends a file, may wait for a stopped service.
+        """Fail pending requests with ServiceLostError, and later ones with ClosedError.
+
+        Leases stay until `close`.
+        """
+        # Without a lock: the thread that holds it may be blocked by a suspended service.
         self._closed = True
         wire = self._wire
         if wire is not None:
             wire.end("the store was closed")
 
     def close(self) -> None:
-        """End the connection: all leases are given back."""
+        """Close the connection, which releases all leases."""
         self.stop()
         wire, self._wire = self._wire, None
         if wire is not None:

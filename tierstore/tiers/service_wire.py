@@ -1,9 +1,9 @@
-"""One connection of a worker to a service: what it asks, and what it is told unasked.
+"""One connection of a worker to a service: requests, answers and unsolicited messages.
 
-What was leased over a wire that is lost stays readable: the arena's memory lives as long as
-somebody has it mapped, and the service leaves alone what was leased until the worker hangs up. So
-who is let go by a service that is alive hangs up only when it has given all leases of that wire
-back.
+Leased memory stays readable after the connection is lost: the arena lives as long as a process has
+it mapped, and the service does not reuse leased memory until the worker hangs up. A worker whose
+connection is ended by a live service therefore hangs up only after it has released all leases of
+that connection.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from tierstore.system.files import close_quietly
 from tierstore.tiers.entry import SharedGroup
 from tierstore.tiers.shared_memory import SharedMap
 from tierstore.wire import messages
-from tierstore.wire.framing import Incoming, NonsenseError, Outgoing
+from tierstore.wire.framing import Incoming, Outgoing, ProtocolError
 from tierstore.wire.messages import FromService, Message
 from tierstore.wire.peers import ForeignServiceError, connect_to_own
 
 AT_MOST = 65536
-"""Bytes that are read from the socket at once."""
+"""Bytes per read from the socket."""
 
 HELLO_SECONDS = 60.0
-"""Seconds for the service to answer who connects; it may be at loading its libraries."""
+"""Seconds to wait for the service's greeting; it may still load its libraries."""
 
 PING_SECONDS = 1.0
-"""Seconds after which who waits for an answer asks whether the messages arrive."""
+"""Seconds without an answer after which a waiter sends a ping, which detects lost messages."""
 
 FULL_SECONDS = 0.1
-"""Seconds between checks, while the service reads nothing, whether the connection has ended."""
+"""Seconds between checks of the connection while the send buffer is full."""
 
 UNFINISHED_SECONDS = 10.0
-"""Seconds in which a message must have come as a whole, where somebody waits for one."""
+"""Seconds within which a message must arrive completely while a waiter needs it."""
 
 M = TypeVar("M")
 
@@ -66,10 +66,10 @@ class SharedLease:
 
 @dataclass(frozen=True)
 class Listener:
-    """Who is told what a service says unasked, by the thread that reads: it must not wait for an
-    answer of the service.
+    """Callbacks for unsolicited messages.
 
-    `allowance`: how many bytes may be leased from now on. `reclaim`: others need room.
+    The reading thread calls them: they must not wait for an answer of the service. `allowance`: new
+    limit of leased bytes. `reclaim`: another worker needs memory.
     """
 
     allowance: Callable[[int], None]
@@ -79,19 +79,19 @@ class Listener:
 class Wire:
     """One connection to the service that listens at `path`, from its greeting to its end.
 
-    Raises ServiceLostError if nobody listens there, TierStoreError if the service refuses, or is
-    another user's.
+    Raises ServiceLostError if no process listens there, TierStoreError if the service refuses, or
+    is another user's.
     """
 
     def __init__(self, path: str, listener: Listener, *, private: bool) -> None:
         self.path = path
-        self.lost: str | None = None  # why
+        self.lost: str | None = None  # the reason
         self.numbers: weakref.WeakKeyDictionary[SharedGroup, int] = weakref.WeakKeyDictionary()
         self._files: weakref.WeakKeyDictionary[HeldFile, int] = weakref.WeakKeyDictionary()
         self._opened = 0
-        self._held: set[int] = set()  # requests whose leases are here, or may come
-        self._over = False  # nobody reads any more
-        self._unfinished: float | None = None  # since when a message has been there in part
+        self._held: set[int] = set()  # requests with a lease, or that may still get one
+        self._reader_done = False
+        self._unfinished: float | None = None  # when a part of a message arrived
         self._listener = listener
         self._private = private
         self._outgoing = Outgoing()
@@ -111,46 +111,46 @@ class Wire:
         self._reader.start()
 
     def _greet(self) -> tuple[messages.Welcome, SharedMap]:
-        """Say hello. Returns the answer, and the arena."""
+        """Send a hello. Returns the answer, and the arena."""
         name = os.path.basename(sys.argv[0] if sys.argv else "") or "python"
-        hello = messages.Hello(messages.VERSION, _shown(name)[:200])
+        hello = messages.Hello(messages.VERSION, _printable(name)[:200])
         descriptors: list[int] = []
         self._socket.settimeout(HELLO_SECONDS)
         try:
-            self._socket.sendall(self._outgoing.encoded(hello))
+            self._socket.sendall(self._outgoing.encode(hello))
             welcome, *more = self._first_messages(descriptors)
             if isinstance(welcome, messages.Refused):
-                raise TierStoreError(f"the service at {self.path} refuses: {welcome.why}")
+                raise TierStoreError(f"the service at {self.path} refused: {welcome.why}")
             if not isinstance(welcome, messages.Welcome) or not descriptors:
-                raise NonsenseError("whoever listens there is no service")
+                raise ProtocolError("the process that listens there is not a service")
             for message in more:
                 self._take(message)
             self._socket.settimeout(None)
             return welcome, SharedMap(descriptors[0], welcome.arena, private=self._private)
-        except (OSError, ValueError) as error:  # also of a map that cannot be
+        except (OSError, ValueError) as error:  # includes a failed mapping
             raise ServiceLostError(self.path, str(error) or type(error).__name__) from error
         finally:
             for descriptor in descriptors:
                 close_quietly(descriptor)
 
     def _first_messages(self, descriptors: list[int]) -> list[Any]:
-        """What comes first, at least one message, and the descriptors with it."""
+        """Return the first messages, at least one; append their descriptors."""
         while True:
             data, passed, _, _ = socket.recv_fds(self._socket, AT_MOST, 1)
             descriptors += passed
             if not data:
-                raise NonsenseError("it closed the connection")
+                raise ProtocolError("it closed the connection")
             if arrived := list(self._incoming.feed(data)):
                 return arrived
 
     # Asking ------------------------------------------------------------------------------------
 
     def new_request(self) -> int:
-        """A number for a request."""
+        """Return a number for a request."""
         return next(self._requests)
 
     def ask(self, request: int, message: Message, kind: type[M], key: str = "") -> M:
-        """Send a request, and wait for its answer, which is of this kind.
+        """Send a request, and wait for its answer, which has this type.
 
         Raises the error that the service answers with (about the group `key`), or ServiceLostError.
         """
@@ -161,8 +161,8 @@ class Wire:
                 with contextlib.suppress(TimeoutError):
                     answer = future.result(PING_SECONDS)
                     break
-                self._expect_the_rest()
-                self.post(messages.Ping())  # if a message was lost, this shows it
+                self._check_partial_message()
+                self.post(messages.Ping())  # its sequence number reveals a lost message
         finally:
             self._waiting.pop(request, None)
         if isinstance(answer, messages.Failed):
@@ -178,30 +178,32 @@ class Wire:
         except ServiceLostError:
             raise
         except OSError as error:
-            # A part of it may have been sent: nothing can follow. The next call must not meet
-            # this connection again, however late the thread that reads learns of its end.
+            # It may have been sent in part, so nothing can follow. End the connection now: the
+            # next call must not use it, however late the reading thread notices.
             self.end(str(error))
             raise ServiceLostError(self.path, str(error)) from error
 
     def _send(self, message: Message, descriptors: Sequence[int]) -> None:
         self._check_connected()
-        data = memoryview(self._outgoing.encoded(message))
+        data = memoryview(self._outgoing.encode(message))
         rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", descriptors))
         beside = [rights] if descriptors else []
         while data:
             try:
                 sent = self._socket.sendmsg([data], beside, socket.MSG_DONTWAIT)
             except BlockingIOError:
-                self._wait_for_room()
+                self._wait_writable()
             else:
                 data, beside = data[sent:], []
 
-    def _wait_for_room(self) -> None:
-        """Wait until the service reads on. Raises ServiceLostError once the connection has ended:
-        a service that is stopped reads nothing, and `close` must not wait for it."""
-        room = select.poll()
-        room.register(self._socket, select.POLLOUT)
-        while not room.poll(FULL_SECONDS * 1000):
+    def _wait_writable(self) -> None:
+        """Wait until the service reads on. Raises ServiceLostError once the connection has ended.
+
+        A suspended service reads nothing, and `close` must not wait for it.
+        """
+        poll = select.poll()
+        poll.register(self._socket, select.POLLOUT)
+        while not poll.poll(FULL_SECONDS * 1000):
             self._check_connected()
         self._check_connected()
 
@@ -209,33 +211,33 @@ class Wire:
         if self.lost is not None:
             raise ServiceLostError(self.path, self.lost)
 
-    def _expect_the_rest(self) -> None:
+    def _check_partial_message(self) -> None:
         since = self._unfinished
         if since is not None and time.monotonic() - since > UNFINISHED_SECONDS:
-            self.end("the rest of a message does not come")
+            self.end("the rest of a message did not arrive")
 
     # Leases ------------------------------------------------------------------------------------
 
     def lease(self, group: SharedGroup, number: int) -> SharedLease:
-        """A lease on the group that the service knows by this number. See `ServiceLink.lease`."""
+        """Lease the group that the service knows by this number. See `ServiceLink.lease`."""
         request = self.new_request()
         self._held.add(request)
         try:
             message = messages.Lease(request, number)
             answer = self.ask(request, message, messages.Leased, group.key)
             if answer.nbytes != group.nbytes:
-                raise ServiceLostError(self.path, "it leased other bytes than were asked for")
+                raise ServiceLostError(self.path, "it leased a group of another size")
             memory = self.map.view(answer.offset, answer.nbytes)
         except BaseException:
-            self._give_back(messages.Cancel(request))
+            self._end_lease(messages.Cancel(request))
             raise
         return SharedLease(self, request, answer.offset, memory)
 
     def release(self, request: int) -> None:
-        """Give a lease back. If the service is gone, so is the lease."""
-        self._give_back(messages.Release(request))
+        """Release a lease. If the service is gone, so is the lease."""
+        self._end_lease(messages.Release(request))
 
-    def _give_back(self, message: messages.Release | messages.Cancel) -> None:
+    def _end_lease(self, message: messages.Release | messages.Cancel) -> None:
         with contextlib.suppress(ServiceLostError):
             self.post(message)
         self._held.discard(message.request)
@@ -244,9 +246,9 @@ class Wire:
     # Files and groups --------------------------------------------------------------------------
 
     def number_of_file(self, held: HeldFile, table: FileTable) -> int:
-        """The number by which the service knows a file, which is sent if it does not yet.
+        """Return the service's number of a file; send the file if it has none.
 
-        Raises StaleCheckpointError or TransferError if the file is not what it was.
+        Raises StaleCheckpointError or TransferError if the file has changed.
         """
         found = self._files.get(held)
         if found is not None:
@@ -256,7 +258,7 @@ class Wire:
         stamp = held.stamp
         times = messages.time_of(stamp.modified_ns), messages.time_of(stamp.changed_ns)
         row = messages.File(
-            _shown(held.path),
+            _printable(held.path),
             (stamp.device, stamp.inode, stamp.size, *times),
             held.header_digest,
             len(descriptors) > 1,
@@ -266,11 +268,11 @@ class Wire:
         self._files[held] = number
         return number
 
-    # What comes --------------------------------------------------------------------------------
+    # Receiving ---------------------------------------------------------------------------------
 
     def _read(self) -> None:
-        """Take what comes, until the connection ends."""
-        why = "its messages cannot be read any more"
+        """Process messages until the connection ends."""
+        reason = "reading its messages failed"
         try:
             while data := self._socket.recv(AT_MOST):
                 came = False
@@ -279,20 +281,20 @@ class Wire:
                     came = True
                 if came or self._unfinished is None:
                     self._unfinished = time.monotonic() if self._incoming.unfinished else None
-            why = "it closed the connection"
+            reason = "it closed the connection"
         except OSError as error:
-            why = str(error)
-        except NonsenseError as error:
-            why = str(error)
-            self._give_back_idle(why)
+            reason = str(error)
+        except ProtocolError as error:
+            reason = str(error)
+            self._reclaim_idle(reason)
         finally:
-            self.end(why)
-            self._over = True
+            self.end(reason)
+            self._reader_done = True
             self._hang_up()
 
-    def _give_back_idle(self, why: str) -> None:
-        """The service may be alive, and others may need the room of what nobody uses here."""
-        self.end(why)
+    def _reclaim_idle(self, reason: str) -> None:
+        """Release unused leases: the service may be alive, and others may need the memory."""
+        self.end(reason)
         self._listener.reclaim()
 
     def _take(self, message: Any) -> None:
@@ -301,41 +303,41 @@ class Wire:
         elif isinstance(message, messages.Reclaim):
             self._listener.reclaim()
         elif isinstance(message, messages.Refused):
-            raise NonsenseError(message.why)
+            raise ProtocolError(message.why)
         elif isinstance(message, messages.Pong):
             pass
         elif isinstance(message, messages.Welcome):
-            raise NonsenseError("it welcomes this worker twice")
+            raise ProtocolError("it sent a second welcome")
         else:
             future = self._waiting.get(message.request)
             if future is not None and not future.done():
                 future.set_result(message)
             elif isinstance(message, messages.Leased):
-                self.release(message.request)  # whoever asked for it does not wait any more
+                self.release(message.request)  # the request was abandoned
 
-    def end(self, why: str) -> None:
-        """End the connection: whoever waits for an answer, or for room to send, is told why.
+    def end(self, reason: str) -> None:
+        """End the connection: waiters for answers or for the send buffer get ServiceLostError.
 
-        Takes no lock: a thread that waits for room has `_sending`.
+        Takes no lock: a thread that waits for the send buffer holds `_sending`.
         """
         if self.lost is None:
-            self.lost = why
+            self.lost = reason
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RD)  # nobody reads on; the service keeps leases
+            self._socket.shutdown(socket.SHUT_RD)  # stops the reader; the service keeps leases
         for future in list(self._waiting.values()):
             with contextlib.suppress(Exception):  # it has just been answered
-                future.set_exception(ServiceLostError(self.path, self.lost or why))
+                future.set_exception(ServiceLostError(self.path, self.lost or reason))
 
     def _hang_up(self) -> None:
-        """Once the connection is over and no lease of it is left here, have the service know."""
-        if self._over and not self._held:
+        """Close the socket once the reader is done and all leases are released."""
+        if self._reader_done and not self._held:
             with self._sending:
                 with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)  # a child may have it, too
+                    self._socket.shutdown(socket.SHUT_RDWR)  # a child may have inherited it
                 self._socket.close()
 
     def close(self) -> None:
-        """End the connection. What is still looked at stays mapped."""
+        """Close the connection. Memory with views stays mapped."""
         self.end("the store was closed")
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
@@ -345,8 +347,8 @@ class Wire:
         self.map.close()
 
 
-def _shown(text: str) -> str:
-    """A name for people to read: one of files need not be text."""
+def _printable(text: str) -> str:
+    """Escape a name that is not valid text, such as a file's."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -354,7 +356,7 @@ def _connected(path: str) -> socket.socket:
     try:
         return connect_to_own(path)
     except ForeignServiceError as error:
-        raise TierStoreError(f"{path} is no service of this user: {error}") from error
+        raise TierStoreError(f"{path} is not a service of this user: {error}") from error
     except OSError as error:
-        why = error.strerror or str(error)
-        raise ServiceLostError(path, why) from error
+        reason = error.strerror or str(error)
+        raise ServiceLostError(path, reason) from error

@@ -1,16 +1,16 @@
-"""Host memory that several processes share: one makes and unmakes it, the others look at it.
+"""Host memory that several processes share: one allocates and frees it, the others read it.
 
-The owner has a file without a name that lies in memory (a memfd), and maps it once. Readers get a
-descriptor of it that cannot be written to, and map it once, too. The file can neither shrink, which
-would kill who looks at its end, nor grow. It is sparse: only pages that somebody touched are there.
+The owner creates an unnamed file in memory (a memfd), and maps it once. Readers get a read-only
+descriptor, and also map it once. The file can neither shrink, which would kill readers of its end,
+nor grow. It is sparse: only touched pages take memory.
 
-A slot is one run of bytes, so that a reader needs to know no more than where it begins. That would
-waste memory if the file were no larger than the budget, as free ranges between slots may each be
-too short for the next one. So the file is `RANGES` times as large, which costs addresses and
-nothing else: free ranges hold no pages. Robson (1977) showed how much room first fit by the lowest
-offset takes at most: about log2(n) times the bytes in use, n being the size of the largest slot
-counted in that of the smallest. That is 16 for slots from 4 KiB to 256 MiB in an order chosen to be
-as bad as possible; sizes further apart exceed it in such an order only. So nothing is ever moved.
+A slot is one run of bytes: a reader needs only its offset. With a file as large as the budget,
+fragmentation would waste memory, because free ranges between slots may each be too short for the
+next one. The file is therefore `RANGES` times as large, which costs only addresses: free ranges
+have no pages. Robson (1977) gives the upper bound for first fit by the lowest offset: about log2(n)
+times the bytes in use, where n is the ratio of the largest to the smallest slot size. That is 16
+for slots from 4 KiB to 256 MiB in the worst possible order; wider size ranges exceed it in such an
+order only. Hence slots never move.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from tierstore.system.maps import may_be_written
 from tierstore.tiers.pages import HUGE_PAGE
 
 RANGES = 16
-"""How many times as large as the budget the file is."""
+"""Ratio of the file's size to the budget."""
 
 CHUNK = HUGE_PAGE
-"""Bytes of which a slot that has as many begins at a multiple: a huge page."""
+"""Alignment of slots of at least this many bytes: a huge page."""
 
 _MAP_NORESERVE = 0x4000  # in Python's mmap only from 3.12 on
 _READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
@@ -47,16 +47,16 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class FreeRanges:
-    """Which bytes of [0, `size`) are free: ranges in order, of which no two touch each other.
+    """The free bytes of [0, `size`), as ordered ranges of which no two touch.
 
-    Each change is one assignment: who is cut short may lose a range, but nobody gets one twice.
+    Each change is one assignment: an interrupt may lose a range, but never hands one out twice.
     """
 
     def __init__(self, size: int) -> None:
         self.ranges = [(0, size)] if size else []
 
     def take(self, nbytes: int, alignment: int) -> int | None:
-        """The lowest free offset, a multiple of `alignment`, with `nbytes` bytes; None: no room."""
+        """Return the lowest aligned free offset with `nbytes` bytes, or None."""
         for i, (start, stop) in enumerate(self.ranges):
             offset = round_up(start, alignment)
             end = offset + nbytes
@@ -66,8 +66,8 @@ class FreeRanges:
                 return offset
         return None
 
-    def give(self, offset: int, nbytes: int) -> None:
-        """Bytes that were taken are free again."""
+    def release(self, offset: int, nbytes: int) -> None:
+        """Free bytes that were taken."""
         start, stop = offset, offset + nbytes
         first = last = bisect.bisect(self.ranges, (offset,))
         if first and self.ranges[first - 1][1] == start:
@@ -80,12 +80,12 @@ class FreeRanges:
 
 
 class SharedArena:
-    """Memory for slots of at most `budget` bytes together, which other processes may look at.
+    """Memory for slots of at most `budget` bytes together, which other processes may read.
 
-    `size` are the bytes of the file, most of which never take any memory. The budget is kept by
-    whoever calls `make` and `unmake`, such as an `Arena`.
+    `size` is the length of the file in bytes, most of which never takes memory. The caller of
+    `make` and `free`, such as an `Arena`, enforces the budget.
 
-    Raises MemoryError or OSError where the system grants no such file, or no addresses for it.
+    Raises MemoryError or OSError if the system grants no such file, or no addresses for it.
     """
 
     def __init__(self, budget: int) -> None:
@@ -94,11 +94,11 @@ class SharedArena:
         self._made: dict[int, int] = {}  # bytes of ranges by their offsets
         self._kept: set[int] = set()
         self._lock = RLock()
-        with _refusals(self.size):
+        with _explain_refusal(self.size):
             flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
             self._descriptor: int | None = os.memfd_create("tierstore", flags)
             try:
-                os.fchmod(self._descriptor, 0o400)  # nobody opens it anew to write to it by mistake
+                os.fchmod(self._descriptor, 0o400)  # prevents reopening it for writing by mistake
                 os.ftruncate(self._descriptor, self.size)
                 fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
                 flags = mmap.MAP_SHARED | _MAP_NORESERVE
@@ -112,20 +112,20 @@ class SharedArena:
         _advise(self._address, self.size, mmap.MADV_NOHUGEPAGE)
 
     def make(self, nbytes: int) -> torch.Tensor:
-        """uint8 memory of `nbytes` bytes in whole pages of its own, with whatever bytes it holds.
+        """Return uint8 memory of `nbytes` bytes in its own whole pages, with undefined contents.
 
-        It begins at a multiple of `CHUNK` in the file if it has as many bytes, and of a page
-        otherwise. Its whole chunks are in huge pages from the start, where there are any to be had;
-        the rest takes what is touched of it. Raises MemoryError if no free range is long enough.
+        Its offset in the file is a multiple of `CHUNK` if it has as many bytes, and of a page
+        otherwise. Its whole chunks are in huge pages from the start, if available; the rest takes
+        memory when it is touched. Raises MemoryError if no free range is long enough.
         """
         if nbytes <= 0:
             raise ValueError(f"{nbytes} is not a positive number of bytes: ask for at least 1")
         if self._map is None:
-            raise ValueError("this shared memory is closed: make another")
+            raise ValueError("this shared memory is closed: create another")
         offset = under(self._lock, lambda: self._take(round_up(nbytes, PAGE)))
         if offset is None:
             raise MemoryError(
-                f"no free range of the shared memory has {nbytes:,} bytes: give back groups first, "
+                f"no free range of the shared memory has {nbytes:,} bytes: release groups first, "
                 "or raise --ram"
             )
         if whole := nbytes // CHUNK * CHUNK:
@@ -138,12 +138,12 @@ class SharedArena:
             self._made[offset] = nbytes
         return offset
 
-    def unmake(self, memory: torch.Tensor) -> None:
-        """Give the pages of memory that was made back to the system, at once; its range is free.
+    def free(self, memory: torch.Tensor) -> None:
+        """Return the pages of memory to the system at once, and free its range.
 
-        Whoever still looks at it sees zeros, and later what is made there next. What is to be kept
-        stays.
-        Raises ValueError for other memory, and OSError if the system refuses: then it stays.
+        Remaining readers see zeros, and later the contents of the next slot there. Memory passed to
+        `keep` stays. Raises ValueError for other memory, and OSError if the system refuses; the
+        memory stays then.
         """
         offset = self.offset_of(memory)
         if offset in self._kept:
@@ -151,47 +151,47 @@ class SharedArena:
         nbytes, address = self._made[offset], self._address + offset
         if libc.madvise(address, nbytes, mmap.MADV_REMOVE):
             number = ctypes.get_errno()
-            raise OSError(number, f"{os.strerror(number)}: could not give shared memory back")
+            raise OSError(number, f"{os.strerror(number)}: could not free shared memory")
         if whole := nbytes // CHUNK * CHUNK:
             _advise(address, whole, mmap.MADV_NOHUGEPAGE)
-        under(self._lock, lambda: self._free.give(offset, self._made.pop(offset)))
+        under(self._lock, lambda: self._free.release(offset, self._made.pop(offset)))
 
     def keep(self, memory: torch.Tensor) -> None:
-        """Have memory last as long as the file: somebody still looks at it. Raises ValueError."""
+        """Keep memory as long as the file exists, for its readers. Raises ValueError."""
         self._kept.add(self.offset_of(memory))
 
     def offset_of(self, memory: torch.Tensor) -> int:
-        """Where in the file memory begins that was made and not unmade. Raises ValueError."""
+        """Return the offset of allocated memory in the file. Raises ValueError."""
         offset = _address(memory.numpy().data) - self._address
         if offset not in self._made:
-            raise ValueError("this is no memory that was made here: pass what make() returned")
+            raise ValueError("this memory is not from this arena: pass the result of make()")
         return offset
 
     def read_only_descriptor(self) -> int:
-        """A new descriptor of the file, which the caller closes or passes to a reader.
+        """Return a new read-only descriptor of the file, which the caller owns.
 
-        Nothing can be written by it, nor by a shared map that is made of it. Raises OSError.
+        Shared maps made of it are read-only as well. Raises OSError.
         """
         if self._descriptor is None:
-            raise ValueError("this shared memory is closed: make another")
+            raise ValueError("this shared memory is closed: create another")
         return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """Forget the file. It goes once nobody, here or elsewhere, has it mapped any more."""
+        """Close the file. It is freed once no process has it mapped."""
         descriptor, self._descriptor, self._map = self._descriptor, None, None
         if descriptor is not None:
             close_quietly(descriptor)
 
 
 class SharedMap:
-    """What a reader sees of the memory of a `SharedArena` of `size` bytes.
+    """A reader's map of the memory of a `SharedArena` of `size` bytes.
 
-    `private`: tensors may be written to, and then only this process sees that, in pages of its own.
-    Otherwise a write ends the process; such a map is for device drivers, which lock the pages that
-    all processes share. `descriptor` stays the caller's, and may be closed.
+    `private`: tensors are writable copy-on-write, visible to this process only. Otherwise a write
+    kills the process; such a map is for device drivers, which lock the pages that all processes
+    share. `descriptor` stays the caller's, and may be closed.
 
-    Raises ValueError if the file is shorter than `size`, and MemoryError or OSError where the
-    system grants no addresses.
+    Raises ValueError if the file is shorter than `size`, and MemoryError or OSError if the system
+    grants no addresses.
     """
 
     def __init__(self, descriptor: int, size: int, *, private: bool) -> None:
@@ -200,20 +200,20 @@ class SharedMap:
             raise ValueError(f"the file has {there:,} bytes, not {size:,}: pass the arena's size")
         flags = (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED) | _MAP_NORESERVE
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if private else 0)
-        with _refusals(size):
+        with _explain_refusal(size):
             self._map = map_beginning(descriptor, size, flags, protection, CHUNK)
         self._private = private
 
     def view(self, offset: int, nbytes: int) -> torch.Tensor:
-        """uint8 memory of the map itself. Raises ValueError for bytes that it does not have."""
+        """Return uint8 memory of the map itself. Raises ValueError for bytes outside of it."""
         return torch.frombuffer(self._part(offset, nbytes), dtype=torch.uint8)
 
     def refresh(self, offset: int, nbytes: int) -> None:
-        """Show the owner's bytes again, whatever this process wrote to these whole pages.
+        """Discard this process's writes to these whole pages, which show the owner's bytes again.
 
-        Where it wrote to none, as almost always, they stay as they are: to find each page anew
-        costs more than to look whether it must be. Raises ValueError for a map that is not private,
-        and for bytes that it does not have.
+        Pages without writes, nearly always all of them, stay mapped: faulting in each page again
+        costs more than checking for writes. Raises ValueError for a map that is not private, and
+        for bytes outside of it.
         """
         if not self._private or offset % PAGE:
             raise ValueError("only whole pages of a private map can be refreshed")
@@ -228,12 +228,12 @@ class SharedMap:
         if offset < 0 or nbytes <= 0 or offset + nbytes > len(self._map):
             raise ValueError(
                 f"bytes {offset:,} to {offset + nbytes:,} are not among the {len(self._map):,} of "
-                "this map: ask the service where the group is"
+                "this map: query the service for the offset of the group"
             )
         return self._map[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Show nothing more. The map goes with the last tensor over it."""
+        """Return no more views. The map goes with the last tensor over it."""
         self._map = memoryview(b"")
 
 
@@ -242,11 +242,11 @@ def _address(memory: memoryview) -> int:
 
 
 def _make_huge(address: int, nbytes: int) -> None:
-    """Have whole chunks in huge pages.
+    """Back whole chunks by huge pages.
 
-    Most systems make none for shared memory on a first touch, but do where they are asked to
-    collapse pages that are there: so there is one in each chunk. A disk reads into them 1.7 times
-    as fast, and whoever looks at them finds 512 pages at once.
+    Most systems create none for shared memory on first touch, but they do collapse existing pages
+    on request: touching one page per chunk suffices. A disk reads into huge pages 1.7 times as
+    fast, and a reader's page fault maps 512 pages at once.
     """
     _advise(address, nbytes, mmap.MADV_HUGEPAGE)
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
@@ -260,8 +260,8 @@ def _advise(address: int, nbytes: int, advice: int) -> None:
 
 
 @contextlib.contextmanager
-def _refusals(nbytes: int) -> Iterator[None]:
-    """Say what to do about a system that grants no shared memory."""
+def _explain_refusal(nbytes: int) -> Iterator[None]:
+    """Add advice to the error of a system that grants no shared memory."""
     try:
         yield
     except OSError as error:

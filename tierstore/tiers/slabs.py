@@ -1,9 +1,9 @@
-"""Small slots of ordinary host memory: many of them in one memory map.
+"""Small slots of pageable host memory, many of them in one memory map.
 
-A process may have some 65,000 maps (`vm.max_map_count`), and everybody in it needs some: each
-thread, each large allocation. So slots of less than 2 MiB lie in slabs. A slab is one map for as
-long as it is there: its pages are populated, and go back to the system, one by one, which divides
-no map. So a slab takes no more memory than its slots do.
+A process may have about 65,000 maps (`vm.max_map_count`), which all code in it shares: each thread
+and each large allocation needs some. Slots of less than 2 MiB therefore lie in slabs. A slab stays
+one map: its pages are populated, and returned to the system, one by one, which does not split the
+map. A slab thus takes no more memory than its slots.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ SLAB = 16 << 20
 
 
 class Slab:
-    """Addresses for many slots, each of whole pages. They go with the last reference to this."""
+    """Addresses for many slots, each of whole pages. Unmapped with its last reference."""
 
     def __init__(self) -> None:
         self.address = map_pages(None, SLAB, mmap.PROT_READ | mmap.PROT_WRITE, PRIVATE_MEMORY)
         weakref.finalize(self, libc.munmap, self.address, SLAB).atexit = False
-        # A huge page would be populated for the first small slot in it.
+        # With huge pages, the first small slot would populate 2 MiB.
         libc.madvise(self.address, SLAB, mmap.MADV_NOHUGEPAGE)
         self._free = FreeRuns(SLAB)
         self._populated = np.zeros(SLAB // PAGE, dtype=bool)
         self._spare = 0
 
     def take(self, nbytes: int) -> SlabPart | None:
-        """Addresses for a slot; None if there are not so many in one piece."""
+        """Return addresses for a slot, or None if no free run is long enough."""
         offset = self._free.take(nbytes)
         if offset is None:
             return None
@@ -42,29 +42,29 @@ class Slab:
         self._spare -= nbytes - part.lacking()
         return part
 
-    def give(self, part: SlabPart) -> None:
-        """The slot has gone: what is populated of it is spare."""
+    def release(self, part: SlabPart) -> None:
+        """Free a slot. Its populated pages are spare."""
         self._spare += part.end - part.begin - part.lacking()
-        self._free.give(part.begin - self.address, part.end - part.begin)
+        self._free.release(part.begin - self.address, part.end - part.begin)
 
     def pages(self, begin: int, end: int) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Of each page between these addresses, whether it is populated: to look at, and to set."""
+        """Return the flags of the pages between these addresses: True if populated. Writable."""
         return self._populated[(begin - self.address) // PAGE : (end - self.address) // PAGE]
 
-    def has_room(self, nbytes: int) -> bool:
-        """Whether so many bytes are free, maybe not in one piece."""
+    def has_free(self, nbytes: int) -> bool:
+        """Return whether `nbytes` bytes are free, maybe not contiguous."""
         return self._free.nbytes >= nbytes
 
     def is_empty(self) -> bool:
-        """Whether there is neither a slot nor a spare page in it."""
+        """Return whether it has neither slots nor spare pages."""
         return self._free.nbytes == SLAB and not self._spare
 
     def spare_small(self) -> int:
-        """Populated bytes that are no slot's."""
+        """Return the populated bytes without a slot."""
         return self._spare
 
-    def give_up_small(self, nbytes: int) -> int:
-        """Return spare pages to the system, as few as make `nbytes`. Gives how many bytes."""
+    def release_small(self, nbytes: int) -> int:
+        """Return spare pages to the system, as few as make `nbytes`. Returns the bytes."""
         wanted = min(round_up(nbytes, PAGE), self._spare)
         given = 0
         for offset, length in self._free:
@@ -93,14 +93,14 @@ class SlabPart:
         self.end = begin + nbytes
 
     def lacking(self) -> int:
-        """Bytes that are not populated."""
+        """Return the bytes that are not populated."""
         pages = self.slab.pages(self.begin, self.end)
         return PAGE * (len(pages) - int(np.count_nonzero(pages)))
 
     def populate(self) -> None:
-        """All of it is populated: as soon as it is touched."""
+        """Mark all pages as populated; the kernel populates them on first touch."""
         self.slab.pages(self.begin, self.end)[:] = True
 
     def close(self) -> None:
-        """Nobody wants these pages again."""
+        """Free the pages, after the owner has closed."""
         libc.madvise(self.begin, self.end - self.begin, mmap.MADV_DONTNEED)

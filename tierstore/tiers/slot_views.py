@@ -1,11 +1,10 @@
-"""The tensors that show the memory of a slot, and the slots at which somebody goes on looking.
+"""The tensors of a slot, and slots that are detached because views outlive their group.
 
-A view of a leased tensor may outlive its lease: a module keeps `weight.t()`, a cache has a row of
-a table, numpy an array over a bias. Nobody can list those, but memory says by itself whether it is
-looked at. Each tensor of a slot has a storage of its own, and all of these keep one token. While
-the token is there, somebody looks, through whatever that may be, and the slot serves no other
-group: it is *left* to the views. They go on showing the weight, as in plain torch, and its memory
-counts as theirs, not as the tier's, until they have gone.
+A view of a leased tensor may outlive its lease: a module keeps `weight.t()`, a cache has a row of a
+table, numpy an array over a bias. No code can list these views, but their memory can be tracked.
+Each tensor of a slot has its own storage, and all of these hold one token. While the token exists,
+views exist, and the slot serves no other group: it is *detached*. The views go on showing the
+weight, as in plain torch, and the memory counts as theirs, not as the tier's, until they are gone.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ import torch
 
 from tierstore.model.formatting import size
 from tierstore.model.groups import GroupId, GroupSpec
-from tierstore.system.views import lasting_views
+from tierstore.system.views import owning_views
 from tierstore.tiers.arena import Slot, Spans
-from tierstore.torch_private import storage_id, uses_of_storage
+from tierstore.torch_private import storage_id, storage_use_count
 
 logger = logging.getLogger("tierstore.tiers")
 
 Storages = Mapping[str, "weakref.ref[torch.UntypedStorage]"]
-"""Storages by the names of the tensors that show them."""
+"""Storages by the names of their tensors."""
 
 
 class Token:
-    """Keeps the memory of a slot. Every storage that shows it keeps the token."""
+    """Owns the memory of a slot. Every storage over the memory holds the token."""
 
     __slots__ = ("__weakref__", "memory")
 
@@ -41,130 +40,133 @@ class Token:
 class SlotViews:
     """The tensors of a group over the memory of its slot, at `offsets`.
 
-    Those named in `again` are shown by these storages, which have the same bytes already: what a
-    view has outlived is shown again, so that a weight has no more such memory than it has bytes.
+    Tensors named in `reused` use these storages, of an earlier slot, which have the same bytes.
+    This limits the detached memory of a weight to its own size.
     """
 
-    __slots__ = ("_alone", "_storages", "_token", "again", "tensors")
+    __slots__ = ("_own_uses", "_storages", "_token", "reused", "tensors")
 
     def __init__(
         self,
         spec: GroupSpec,
         memory: torch.Tensor,
         offsets: Mapping[str, int],
-        again: Mapping[str, torch.UntypedStorage],
+        reused: Mapping[str, torch.UntypedStorage],
         token: Token | None = None,
     ) -> None:
         token = token or Token(memory)
-        self.again = bool(again)
-        self.tensors = lasting_views(spec, memory, offsets, token, again)
+        self.reused = bool(reused)
+        self.tensors = owning_views(spec, memory, offsets, token, reused)
         self._token = weakref.ref(token)
         self._storages = [storage_id(t.untyped_storage()) for t in self.tensors.values()]
-        self._alone = list(map(uses_of_storage, self._storages))
+        self._own_uses = list(map(storage_use_count, self._storages))
 
-    def over_the_slot(
+    def over_slot(
         self, spec: GroupSpec, memory: torch.Tensor, offsets: Mapping[str, int]
     ) -> SlotViews:
-        """The same, with no storage shown again. Who looks at these is known to those."""
+        """Return views without reused storages, which share the token."""
         return SlotViews(spec, memory, offsets, {}, self._token())
 
-    def are_looked_at(self) -> bool:
-        """Whether anything else shows the memory: a view, or a tensor that is bound to it."""
-        return list(map(uses_of_storage, self._storages)) != self._alone
+    def are_in_use(self) -> bool:
+        """Return whether other views, or tensors bound to the memory, exist."""
+        return list(map(storage_use_count, self._storages)) != self._own_uses
 
-    def end(self) -> LookedAt | None:
-        """Forget the tensors. Returns what somebody still looks at; None if nobody does."""
-        storages = self._looked_at() if self.are_looked_at() else {}
+    def end(self) -> LiveViews | None:
+        """Drop the tensors. Returns the views that are still in use; None if there are none."""
+        storages = self._live_storages() if self.are_in_use() else {}
         self.tensors = {}
-        return None if self._token() is None else LookedAt(self._token, storages)
+        return None if self._token() is None else LiveViews(self._token, storages)
 
-    def _looked_at(self) -> Storages:
+    def _live_storages(self) -> Storages:
         found = [(name, tensor.untyped_storage()) for name, tensor in self.tensors.items()]
         return {
             name: weakref.ref(storage)
-            for (name, storage), alone in zip(found, self._alone, strict=True)
-            if uses_of_storage(storage_id(storage)) > alone
+            for (name, storage), own in zip(found, self._own_uses, strict=True)
+            if storage_use_count(storage_id(storage)) > own
         }
 
 
 @dataclass(frozen=True)
-class LookedAt:
-    """Memory that somebody looks at: as long as `token` is there. `storages` are those of the
-    tensors that are known to be looked at; none if somebody has the very tensors of a lease."""
+class LiveViews:
+    """Memory with views, which exist as long as `token` does.
+
+    `storages` are those of the tensors known to have views; empty if the lease's own tensors are
+    still in use.
+    """
 
     token: weakref.ref[Token]
     storages: Storages
 
 
-def spans_of(spec: GroupSpec, offsets: Mapping[str, int], looked_at: LookedAt) -> Spans:
-    """The parts of a slot's memory that somebody looks at, as far as is known."""
-    if not (spec.simple and looked_at.storages):
+def spans_of(spec: GroupSpec, offsets: Mapping[str, int], live: LiveViews) -> Spans:
+    """Return the parts of a slot's memory that views may use."""
+    if not (spec.simple and live.storages):
         return [(0, spec.nbytes)]
-    looked = [t for t in spec.tensors if t.name in looked_at.storages]
-    return [(offsets[t.name], offsets[t.name] + t.nbytes) for t in looked]
+    viewed = [t for t in spec.tensors if t.name in live.storages]
+    return [(offsets[t.name], offsets[t.name] + t.nbytes) for t in viewed]
 
 
 @dataclass(frozen=True)
-class LeftSlot:
-    """A slot whose group has gone while somebody looks at it. `end` is called when nobody does."""
+class DetachedSlot:
+    """A slot whose group has gone while views exist. `end` is called after the last one."""
 
     slot: Slot
     group: GroupId
-    looked_at: LookedAt
+    live: LiveViews
     end: Callable[[], None]
 
 
-class LeftSlots:
-    """The slots of one tier that are left to views, until nobody looks at them."""
+class DetachedSlots:
+    """The detached slots of one tier, until their views are gone."""
 
     def __init__(self) -> None:
-        self.slots: list[LeftSlot] = []
-        self._told = False
+        self.slots: list[DetachedSlot] = []
+        self._logged = False
 
     def __iter__(self) -> Iterator[Slot]:
-        return iter([left.slot for left in self.slots])
+        return iter([detached.slot for detached in self.slots])
 
-    def add(self, left: LeftSlot, tier: str) -> None:
-        """A slot is left. The first time, that is logged."""
-        self.slots.append(left)
-        if not self._told:
-            self._told = True
-            names = ", ".join(left.looked_at.storages) or "its tensors"
+    def add(self, detached: DetachedSlot, tier: str) -> None:
+        """Add a slot. The first one is logged."""
+        self.slots.append(detached)
+        if not self._logged:
+            self._logged = True
+            names = ", ".join(detached.live.storages) or "its tensors"
             logger.warning(
                 "group %r has left %s, but views of %s are kept (by a module's attribute, a cache, "
-                "a closure, an array): they stay right, in memory that no budget counts, up to %s "
+                "a closure, an array): they stay valid, in memory that no budget counts, up to %s "
                 "for this group. Keep copies instead (.clone()). Other groups are not logged",
-                left.group.key,
+                detached.group.key,
                 tier,
                 names,
-                size(left.slot.nbytes),
+                size(detached.slot.nbytes),
             )
 
     def collect(self) -> None:
-        """End those that nobody looks at any more."""
+        """Free the slots whose views are gone."""
         if self.slots:
-            for left in [left for left in self.slots if left.looked_at.token() is None]:
-                self.slots.remove(left)
-                left.end()
+            for detached in [detached for detached in self.slots if detached.live.token() is None]:
+                self.slots.remove(detached)
+                detached.end()
 
     def storages_of(self, group: GroupId) -> dict[str, torch.UntypedStorage]:
-        """The storages with bytes of a group that somebody looks at, by tensor."""
+        """Return the storages with bytes of a group that views use, by tensor."""
         if not self.slots:
             return {}
-        mine = [left for left in self.slots if left.group == group]
-        known = [item for left in mine for item in left.looked_at.storages.items()]
+        mine = [detached for detached in self.slots if detached.group == group]
+        known = [item for detached in mine for item in detached.live.storages.items()]
         found = {name: reference() for name, reference in known}
         return {name: storage for name, storage in found.items() if storage is not None}
 
     def forget(self, group: GroupId) -> None:
-        """The group has other bytes from now on: its storages are not shown again."""
-        for number, left in enumerate(self.slots):
-            if left.group == group:
-                looked_at = LookedAt(left.looked_at.token, {})
-                self.slots[number] = LeftSlot(left.slot, group, looked_at, left.end)
+        """Stop reusing the storages of a group, whose bytes will change."""
+        for number, detached in enumerate(self.slots):
+            if detached.group == group:
+                live = LiveViews(detached.live.token, {})
+                self.slots[number] = DetachedSlot(detached.slot, group, live, detached.end)
 
     def close(self) -> None:
-        """Let go of all of them: their memory goes with the last view."""
+        """Drop all slots: their memory goes with the last view."""
         for slot in self:
             slot.memory = None
         self.slots.clear()

@@ -1,4 +1,4 @@
-"""Threads that take jobs by priority."""
+"""Threads that run jobs by priority."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ URGENT, EARLY = 0, 1
 
 Job = Callable[[], None]
 PATIENCE = 10.0
-"""Seconds in which threads that should end must end; a dead disk may hold them for ever."""
+"""Seconds to wait for threads to end; a dead disk may block them forever."""
 EXIT_PATIENCE = 1.0
-"""Seconds for which the end of the interpreter waits for threads that no store waits for."""
+"""Seconds for which interpreter exit waits for threads that no store waits for."""
 
-# Those whose threads may run when the interpreter ends, by no order.
+# Executors whose threads may still run when the interpreter ends.
 _started: weakref.WeakSet[Workers | SerialExecutor] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_started.clear)  # a fork has none of the threads
+os.register_at_fork(after_in_child=_started.clear)  # a forked child has none of the threads
 
 
 @atexit.register
-def _end_all() -> None:
-    """End all threads of ours while the interpreter is whole.
+def _stop_all() -> None:
+    """Stop all of these threads before the interpreter is torn down.
 
-    A thread that comes back from C++ code of torch once the interpreter has ended takes the process
-    down with it ("terminate called without an active exception"). Stores end theirs themselves;
-    these are of what was not made to the end, or was abandoned because a disk did not answer.
+    A thread that returns from torch's C++ code after the interpreter has ended kills the process
+    ("terminate called without an active exception"). Stores stop their own threads; the others
+    belong to stores whose construction failed, or that were abandoned because a disk did not
+    answer.
     """
     ends = time.monotonic() + EXIT_PATIENCE
     for each in list(_started):
@@ -46,24 +47,25 @@ def _end_all() -> None:
 
 
 RunParallel = Callable[[Iterable[Job]], None]
-"""What does the parts of a job, on one thread or several, and returns when all are done."""
+"""Runs the parts of a job, on one thread or several, and returns when all are done."""
 
 
 class Workers:
-    """Daemon threads that take jobs by priority, then age.
+    """Daemon threads that run jobs by priority, then age.
 
-    Daemons, because a thread stuck in a dead disk must not keep the interpreter from ending; what
-    they leave half-written has a temporary name. Each calls `begin` first; it must not raise.
+    They are daemons because a thread that is stuck in a dead disk must not keep the interpreter
+    from exiting; files that they leave half-written have temporary names. Each calls `begin` first,
+    which must not raise.
     """
 
     def __init__(self, count: int, name: str, begin: Job = lambda: None) -> None:
         self._begin = begin
         self._jobs: list[tuple[tuple[int, int], int, Job]] = []
         self._age = itertools.count()
-        self._place = threading.local()  # of the job that a thread does: its priority and age
+        self._place = threading.local()  # priority and age of each thread's current job
         self._ready = threading.Condition()
         self._stopping = False
-        self.busy_since = time.monotonic()  # when a job, or part of one, last began or was done
+        self.busy_since = time.monotonic()  # when a job, or part of one, last began or ended
         self._threads = [
             threading.Thread(
                 target=serve, args=(self._work,), name=f"tierstore-{name}-{i}", daemon=True
@@ -75,14 +77,14 @@ class Workers:
             for thread in self._threads:
                 thread.start()
                 started.append(thread)
-        except BaseException:  # the system has no thread left: end those that there are
+        except BaseException:  # the system starts no more threads: end the others
             self._threads = started
             self.stop()
             raise
         _started.add(self)
 
     def submit(self, priority: int, job: Job) -> None:
-        """Have `job` run on some thread. It must not raise."""
+        """Queue `job` for some thread. It must not raise."""
         age = next(self._age)
         self._push((priority, age), age, job)
 
@@ -92,11 +94,11 @@ class Workers:
             self._ready.notify()
 
     def run_parallel(self, parts: Iterable[Job], last: Job = lambda: None) -> None:
-        """Do the parts of the job that this thread is doing, with the help of idle threads.
+        """Run the parts of this thread's current job, with the help of idle threads.
 
-        Helpers come in the place of the whole job: what is older is done before its parts, and
-        what is newer after them. Returns when every part is done. Raises what one of them raised.
-        Who begins with the last part does `last` before; it must not raise.
+        The parts have the priority and age of the whole job: older jobs run before them, newer ones
+        after. Returns when every part is done. Raises an error of any part. `last` is called before
+        the last part starts; it must not raise.
         """
         shared = _Parts((functools.partial(self._do, part) for part in parts), last)
         place = getattr(self._place, "now", (URGENT, 0))
@@ -123,15 +125,15 @@ class Workers:
         self.busy_since = time.monotonic()
 
     def has(self, thread: threading.Thread) -> bool:
-        """Whether a thread is one of these."""
+        """Return whether a thread is one of these."""
         return thread in self._threads
 
     def alive(self) -> bool:
-        """Whether its threads still take jobs."""
+        """Return whether any thread still runs jobs."""
         return any(thread.is_alive() for thread in self._threads)
 
     def stop(self, ends: float | None = None) -> bool:
-        """Finish what is queued, then end. Returns whether all threads have ended by then.
+        """Finish the queued jobs, then end. Returns whether all threads have ended by then.
 
         `ends` is a time of `time.monotonic`; None: in ten seconds.
         """
@@ -145,42 +147,44 @@ class Workers:
 
 
 class SerialExecutor:
-    """A daemon thread that keeps books: it does small jobs, in the order in which they were given.
+    """A daemon thread for accounting, which runs small jobs in the order submitted.
 
-    None of them waits, for a disk or for a lock of those who give them. What is done here is done
-    whole: exceptions that come from outside, such as KeyboardInterrupt, only come to callers.
+    Jobs never wait, neither for a disk nor for a lock of their submitters. They run to completion:
+    asynchronous exceptions, such as KeyboardInterrupt, reach callers only.
     """
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._stopping = False
-        # All that it does is one critical section: a finalizer of a caller's that runs there cannot
-        # begin a transaction, which may have to wait for this thread.
+        # The thread is one critical section: a caller's finalizer that runs on it cannot begin a
+        # transaction, which might wait for this thread.
         work = functools.partial(under, RLock(), self._work)
         self._thread = threading.Thread(target=work, name="tierstore-serial", daemon=True)
         self._thread.start()
         _started.add(self)
 
-    def give(self, job: Job) -> None:
-        """Have `job` done, after all that were given before. It must not raise. Never blocks."""
+    def submit(self, job: Job) -> None:
+        """Queue `job` after all earlier ones. It must not raise. Never blocks."""
         self._jobs.put(job)
 
-    def catch_up(self) -> None:
-        """Wait until all jobs that were given before are done."""
+    def drain(self) -> None:
+        """Wait until all earlier jobs are done."""
         if not self._stopping:
-            Future(lambda: None, self.give, self._thread.is_alive).wait()
+            Future(lambda: None, self.submit, self._thread.is_alive).wait()
 
-    def ask_on(
-        self, workers: Workers, question: Callable[[], T], begin: Job = lambda: None
+    def submit_to(
+        self, workers: Workers, compute: Callable[[], T], begin: Job = lambda: None
     ) -> Future[T]:
-        """What `question` gives on a thread of `workers`, asked after all jobs that were given
-        before; `begin` is done here at that time."""
+        """Run `compute` on a thread of `workers`, after all earlier jobs. Returns its future.
+
+        `begin` runs on the executor's own thread, just before.
+        """
 
         def ask(job: Job) -> None:
             begin()
             workers.submit(URGENT, job)
 
-        return Future(question, lambda job: self.give(lambda: ask(job)), workers.alive)
+        return Future(compute, lambda job: self.submit(lambda: ask(job)), workers.alive)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -188,11 +192,11 @@ class SerialExecutor:
             del job  # it may hold the last reference to a buffer
 
     def has(self, thread: threading.Thread) -> bool:
-        """Whether a thread is this one."""
+        """Return whether a thread is this one."""
         return thread is self._thread
 
     def stop(self, ends: float | None = None) -> bool:
-        """Finish what is queued, then end. Returns whether the thread has ended by then.
+        """Finish the queued jobs, then end. Returns whether the thread has ended by then.
 
         `ends` is a time of `time.monotonic`; None: in ten seconds.
         """
@@ -204,68 +208,68 @@ class SerialExecutor:
 
 
 class Future(Generic[T]):
-    """What a question gives that was given to others as a job.
+    """The result of `compute`, which runs as a job on another thread.
 
-    `give` gives them the job; `alive` tells whether they still take any.
+    `submit` queues the job; `alive` returns whether the other threads still run jobs.
     """
 
     def __init__(
-        self, question: Callable[[], T], give: Callable[[Job], None], alive: Callable[[], bool]
+        self, compute: Callable[[], T], submit: Callable[[Job], None], alive: Callable[[], bool]
     ) -> None:
-        self._question = question
+        self._compute = compute
         self._alive = alive
-        self._answers: list[T] = []
+        self._results: list[T] = []
         self._error: BaseException | None = None
         self._wakeup = AutoResetEvent()
         self._next: list[Job] = []
-        give(self._job)
+        submit(self._job)
 
     def _job(self) -> None:
         try:
-            self._answers.append(self._question())
-        except BaseException as error:  # raised where somebody waits for the answer
+            self._results.append(self._compute())
+        except BaseException as error:  # raised by `wait`
             self._error = error
         self._wakeup.set()
         for job in self._next:
             job()
 
     def then(self, job: Job) -> None:
-        """Have `job` done when there is an answer; twice, maybe. It must not raise."""
+        """Call `job` once there is a result, maybe twice. It must not raise."""
         self._next.append(job)
-        if self._wakeup.wait(0.0):  # maybe too late for who answers to see it
+        if self._wakeup.wait(0.0):  # the job may have been added too late for `_job`
             job()
 
     def wait(self) -> T:
-        """Wait for the answer, once.
+        """Wait for the result, once.
 
-        Raises what the question raises, or RuntimeError if nobody is alive any more to answer.
+        Raises the error of `compute`, or RuntimeError if the threads have ended.
         """
         while not self._wakeup.wait(1.0):
             if not self._alive():
                 raise RuntimeError("the store's threads have ended")
         if self._error is not None:
             raise self._error
-        return self._answers[0]
+        return self._results[0]
 
 
-def one_by_one(parts: Iterable[Job]) -> None:
-    """`Workers.run_parallel` for who has no workers."""
+def run_serially(parts: Iterable[Job]) -> None:
+    """Run jobs one after another; `Workers.run_parallel` without workers."""
     for part in parts:
         part()
 
 
 class _Parts:
-    """The parts of one job. Whoever has time takes the next one."""
+    """The parts of one job, which idle threads take one by one."""
 
     def __init__(self, parts: Iterable[Job], last: Job) -> None:
         self._parts = deque(parts)
         self._last = last
         self.left = len(self._parts)
-        self._over = threading.Condition()
+        self._done = threading.Condition()
         self._error: BaseException | None = None
 
     def do(self) -> None:
-        """Do parts until none is left to begin. Once one has failed, the others are left out."""
+        """Run parts until none is left to start. After a failure, skip the others."""
         while True:
             try:
                 part = self._parts.popleft()
@@ -276,17 +280,17 @@ class _Parts:
             try:
                 if self._error is None:
                     part()
-            except BaseException as error:  # raised where somebody waits for the whole
+            except BaseException as error:  # raised by `wait`
                 self._error = error
-            del part  # before anybody is told: it may hold a reference to a buffer
-            with self._over:
+            del part  # before notifying: it may hold a reference to a buffer
+            with self._done:
                 self.left -= 1
                 if not self.left:
-                    self._over.notify_all()
+                    self._done.notify_all()
 
     def wait(self) -> None:
-        with self._over:
+        with self._done:
             while self.left:
-                self._over.wait()
+                self._done.wait()
         if self._error is not None:
             raise self._error

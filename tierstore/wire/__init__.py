@@ -1,1 +1,1 @@
-"""What a service and its workers say to each other: messages, and how they lie in a stream."""
+"""The protocol between a service and its workers: messages, and their framing in a stream."""

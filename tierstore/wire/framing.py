@@ -1,12 +1,12 @@
-"""Messages in a stream of bytes: a head of three numbers, then a msgpack array.
+"""Messages in a byte stream: a header of three numbers, then a msgpack array.
 
-The head has the length of the array in bytes, the number of the message in its stream, counted from
-0, and the CRC-32 of the array, each in four bytes (little-endian). So a message that is lost,
-doubled or changed on its way is noticed at the next one at the latest, and is never taken for
-another.
+The header has the length of the array in bytes, the sequence number of the message in its stream,
+counted from 0, and the CRC-32 of the array, each in four bytes (little-endian). A message that is
+lost, duplicated or changed in transit is detected at the next message at the latest, and never
+mistaken for another one.
 
-Pure: bytes go in, messages come out, and whatever is no message raises `NonsenseError`. What waits
-for its end is never longer than one message.
+This module does no I/O: it turns bytes into messages and back, and raises `ProtocolError` for
+invalid input. It buffers at most one incomplete message.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ M = TypeVar("M", bound=Message)
 _encoder = msgspec.msgpack.Encoder()
 
 
-class NonsenseError(ValueError):
-    """What came is no message. The text says why."""
+class ProtocolError(ValueError):
+    """The input violates the protocol. The text gives the reason."""
 
 
 class Outgoing:
-    """Numbers the messages of one stream. Not thread-safe: who sends has a lock."""
+    """Numbers the messages of one stream. Not thread-safe: the sender holds a lock."""
 
     def __init__(self) -> None:
         self._sent = 0
 
-    def encoded(self, message: Message) -> bytes:
-        """The message as it lies in the stream. Raises ValueError if it is too long."""
+    def encode(self, message: Message) -> bytes:
+        """Return the message as bytes of the stream. Raises ValueError if it is too long."""
         body = _encoder.encode(message)
         if len(body) > MAX_MESSAGE:
             raise ValueError(
@@ -52,23 +52,23 @@ class Outgoing:
 
 
 class Incoming(Generic[M]):
-    """The bytes of a stream whose messages are of the types in `kinds` (a union)."""
+    """Decodes a stream whose messages have the types in `kinds` (a union)."""
 
     def __init__(self, kinds: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(kinds)
         self._parts: deque[bytes] = deque()
         self._length = 0
-        self._came = 0
+        self._received = 0
 
     @property
     def unfinished(self) -> bool:
-        """Whether a message has come in part."""
+        """True if a part of a message has arrived."""
         return self._length > 0
 
     def feed(self, data: bytes) -> Iterator[M]:
-        """The messages that end with these bytes, in order. To be looked through to the end.
+        """Yield the messages that these bytes complete, in order. Exhaust the iterator.
 
-        Raises NonsenseError; then the stream is of no use any more.
+        Raises ProtocolError; the stream is unusable after that.
         """
         self._parts.append(data)
         self._length += len(data)
@@ -79,26 +79,26 @@ class Incoming(Generic[M]):
             try:
                 message = self._decoder.decode(body)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-                raise NonsenseError(f"{error} (in {len(body):,} bytes)") from error
+                raise ProtocolError(f"{error} (in {len(body):,} bytes)") from error
             yield message
         rest = buffer[at:]
         self._parts = deque([rest] if rest else [])
         self._length = len(rest)
 
     def _body(self, buffer: bytes, at: int) -> memoryview | None:
-        """The next message's bytes, if they are all there."""
+        """Return the bytes of the next message if it has arrived completely."""
         if len(buffer) - at < HEAD.size:
             return None
         nbytes, number, checksum = HEAD.unpack_from(buffer, at)
         if nbytes > MAX_MESSAGE:
-            raise NonsenseError(f"a message would have {nbytes:,} bytes, more than {MAX_MESSAGE:,}")
-        if number != self._came & 0xFFFFFFFF:
-            raise NonsenseError(f"message {number} came where number {self._came} was due")
+            raise ProtocolError(f"a message would have {nbytes:,} bytes, more than {MAX_MESSAGE:,}")
+        if number != self._received & 0xFFFFFFFF:
+            raise ProtocolError(f"got message {number}, expected number {self._received}")
         end = at + HEAD.size + nbytes
         if len(buffer) < end:
             return None
-        self._came += 1
+        self._received += 1
         body = memoryview(buffer)[at + HEAD.size : end]
         if zlib.crc32(body) != checksum:
-            raise NonsenseError(f"message {number} is not what was sent: its checksum is another")
+            raise ProtocolError(f"message {number} was changed in transit: wrong checksum")
         return body

@@ -1,15 +1,13 @@
 """The messages between a service and its workers.
 
-Each is a msgpack array that begins with its name; in the stream (see `tierstore.wire.framing`) a
-head goes before it. File descriptors travel beside the bytes of a message, as ancillary data of the
-Unix socket. Nothing here is trusted because it could be decoded: who receives a message checks
-what it means.
+Each message is a msgpack array that begins with its name; in the stream, a header precedes it (see
+`tierstore.wire.framing`). File descriptors travel beside the bytes of a message, as ancillary data
+of the Unix socket. A successful decode proves nothing: the receiver validates the contents.
 
-A worker begins with `Hello`, and the service answers with `Welcome` (and the descriptor of its
-arena) or with `Refused`. After that, each request of the worker has a number that the answer
-repeats; a `Release`, a `Cancel` and a `Forget` have no answer. Some messages of the service
-answer nothing: `Allowance` and `Reclaim`. Who is no worker may ask for the
-`Status` without a hello.
+A worker sends `Hello`, and the service answers with `Welcome` (and the descriptor of its arena) or
+with `Refused`. After that, each request of the worker has a number that the answer repeats;
+`Release`, `Cancel` and `Forget` have no answer. The service sends `Allowance` and `Reclaim`
+unasked. Any process of the same user may send `Status` without a hello.
 
 Sizes and offsets are in bytes.
 """
@@ -23,19 +21,19 @@ import msgspec
 from tierstore import errors
 
 VERSION = 2
-"""Of these messages. A service and its workers must have the same."""
+"""Version of the protocol. A service and its workers must have the same one."""
 
 MAX_MESSAGE = 1 << 20
-"""Bytes of the longest message. More is nonsense, and ends the connection."""
+"""Maximum bytes of a message. A longer one is a protocol error, and ends the connection."""
 
 MAX_DESCRIPTORS = 128
-"""File descriptors beside one message; the system itself allows 253."""
+"""Maximum file descriptors beside one message; the system allows 253."""
 
 UPLOAD = 1 << 19
 """Bytes of a part of an upload."""
 
 HELD_SECONDS = 30.0
-"""Seconds after which a lease that others wait for is told of, in the log and by `ps`."""
+"""Seconds after which a lease that others wait for is reported, in the log and by `ps`."""
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Count = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
@@ -44,19 +42,21 @@ Key = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
 Dimension = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Stride = Annotated[int, msgspec.Meta(ge=0, lt=1 << 48)]
 Identity = Annotated[int, msgspec.Meta(ge=0)]
-"""Of a file or a device. Some file systems use all 64 bits."""
+"""Number of a file or device. Some file systems use all 64 bits."""
 Time = tuple[int, Annotated[int, msgspec.Meta(ge=0, lt=10**9)]]
-"""Seconds and nanoseconds, as file systems have them: in 64 bits, nanoseconds alone last from 1677
-to 2262, and a file may have been changed before or after that, by its time."""
+"""Seconds and nanoseconds, as file systems store them.
+
+Nanoseconds alone, in 64 bits, cover 1677 to 2262, and a file's time may lie outside.
+"""
 
 
 def time_of(nanoseconds: int) -> Time:
-    """A time, given in nanoseconds since 1970."""
+    """Convert nanoseconds since 1970 to a `Time`."""
     return divmod(nanoseconds, 10**9)
 
 
 def nanoseconds_of(time: Time) -> int:
-    """A time in nanoseconds since 1970."""
+    """Convert a `Time` to nanoseconds since 1970."""
     return time[0] * 10**9 + time[1]
 
 
@@ -65,21 +65,22 @@ class Message(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=T
 
 
 class Row(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """The base of what messages consist of."""
+    """The base of the components of messages."""
 
 
 class Hello(Message):
-    """A worker introduces itself. `name` is shown to people, and proves nothing."""
+    """A worker introduces itself. `name` is for people, and is not authenticated."""
 
     version: Number
     name: Text
 
 
 class Welcome(Message):
-    """The service takes it in. The descriptor of the arena comes with it, which can only be read.
+    """The service accepts the worker, and passes a read-only descriptor of the arena.
 
-    `directory` is where the service keeps object files. `budget` is what the arena may hold,
-    `arena` how long its file is, `allowance` what this worker may lease at once.
+    `directory` is where the service keeps object files. `budget` is the maximum of bytes of groups
+    in the arena, `arena` the length of its file, `allowance` the bytes that this worker may lease
+    at once.
     """
 
     version: Number
@@ -90,15 +91,17 @@ class Welcome(Message):
 
 
 class Refused(Message):
-    """The service does not go on with this worker, and closes the connection."""
+    """The service ends the connection, for the reason in `why`."""
 
     why: Text
 
 
 class File(Row):
-    """A file whose descriptors come with the message: one to read through the page cache, and, if
-    `direct`, one to read past it. `stamp` is what it looked like when the worker read its header:
-    device, inode, size, and the times of the last change of its bytes and of its inode.
+    """A file whose descriptors come with the message.
+
+    One descriptor reads through the page cache; if `direct`, a second one reads past it. `stamp` is
+    the file's state when the worker read its header: device, inode, size, and the times of the last
+    change of its bytes and of its inode.
     """
 
     path: Text
@@ -108,20 +111,23 @@ class File(Row):
 
 
 class Open(Message):
-    """Files that groups are going to lie in. The first one of a connection has the number 0, and
-    so on; the descriptors of all come with the message, in order."""
+    """Files that later groups lie in.
+
+    The files of a connection are numbered from 0 in the order sent; the descriptors of all of them
+    come with the message, in order.
+    """
 
     files: Annotated[list[File], msgspec.Meta(min_length=1, max_length=MAX_DESCRIPTORS // 2)]
 
 
 class CloseFile(Message):
-    """The worker registers no more groups in this file."""
+    """The worker will register no more groups in this file."""
 
     file: Number
 
 
 class Piece(Row, gc=False):
-    """`nbytes` bytes from `offset` of a file (by its number), which are read to byte `at`."""
+    """`nbytes` bytes from `offset` of a file (by its number), to be read to byte `at`."""
 
     file: Number
     offset: Number
@@ -130,7 +136,7 @@ class Piece(Row, gc=False):
 
 
 class Shift(Row, gc=False):
-    """Bytes to move inside the group once it is read."""
+    """Bytes to move inside the group after it is read."""
 
     src: Number
     dst: Number
@@ -138,7 +144,7 @@ class Shift(Row, gc=False):
 
 
 class Checksum(Row, gc=False):
-    """What the xxh3_64 checksum of some bytes of the group must be, once they are moved."""
+    """The expected xxh3_64 checksum of some bytes of the group, after the moves."""
 
     name: Text
     offset: Number
@@ -147,7 +153,7 @@ class Checksum(Row, gc=False):
 
 
 class Group(Row):
-    """A group as it is read from files: its slot has `nbytes` bytes."""
+    """A group to read from files into a slot of `nbytes` bytes."""
 
     nbytes: Count
     pieces: list[Piece]
@@ -156,34 +162,34 @@ class Group(Row):
 
 
 class Register(Message):
-    """A worker is going to lease these groups, which lie in files that it has sent before."""
+    """Groups that the worker may lease later, in files that it has sent before."""
 
     request: Number
     groups: Annotated[list[Group], msgspec.Meta(min_length=1, max_length=4096)]
 
 
 class Registered(Message):
-    """The numbers by which the service knows them, for this worker."""
+    """The numbers that the service has assigned to the groups, for this worker."""
 
     request: Number
     groups: list[Number]
 
 
 class Forget(Message):
-    """A worker leases this group no more: once for each time that it has registered it."""
+    """The worker no longer leases this group. Sent once per registration."""
 
     group: Number
 
 
 class Lease(Message):
-    """A worker wants a group in the arena, until it is released."""
+    """Request for a group in the arena, until it is released."""
 
     request: Number
     group: Number
 
 
 class Leased(Message):
-    """The group lies in the arena, from `offset` on, until `Release(request)`."""
+    """The group lies in the arena from `offset` on, until `Release(request)`."""
 
     request: Number
     offset: Number
@@ -191,33 +197,33 @@ class Leased(Message):
 
 
 class Cancel(Message):
-    """A worker does not wait for a lease any more. If it was granted meanwhile, it is released."""
+    """The worker gives up a lease request. If it was granted meanwhile, it is released."""
 
     request: Number
 
 
 class Release(Message):
-    """The lease that `request` asked for comes back."""
+    """End of the lease that was requested by `request`."""
 
     request: Number
 
 
 class Find(Message):
-    """Is there an object file of this key in the service's directory?"""
+    """Query whether the service's directory has an object file of this key."""
 
     request: Number
     key: Key
 
 
 class Found(Message):
-    """Whether there is."""
+    """Answer to `Find`."""
 
     request: Number
     there: bool
 
 
 class TensorRow(Row):
-    """A tensor of an upload: `stride` counts elements, `offset` is where it begins in the bytes."""
+    """A tensor of an upload: `stride` counts elements, `offset` is its first byte in the upload."""
 
     name: Text
     dtype: Annotated[str, msgspec.Meta(max_length=16)]
@@ -227,8 +233,10 @@ class TensorRow(Row):
 
 
 class Upload(Message):
-    """A worker hands over what it made, to be kept for all as an object file of this key. Its
-    `nbytes` bytes follow in `Part`s."""
+    """Start of an upload, which the service stores as an object file for all workers.
+
+    Its `nbytes` bytes follow in `Part`s.
+    """
 
     request: Number
     key: Key
@@ -244,13 +252,13 @@ class Part(Message):
 
 
 class Done(Message):
-    """What was asked for is done; of an upload, it is on disk."""
+    """The request succeeded; an upload is on disk."""
 
     request: Number
 
 
 class Failed(Message):
-    """What was asked for cannot be done: the name of an error of the library, and its parts."""
+    """The request failed: the name of an error of the library, and its attributes."""
 
     request: Number
     error: Annotated[str, msgspec.Meta(max_length=64)]
@@ -258,32 +266,37 @@ class Failed(Message):
 
 
 class Allowance(Message):
-    """A worker may lease so many bytes at once from now on."""
+    """New limit of the bytes that the worker may lease at once."""
 
     nbytes: Number
 
 
 class Reclaim(Message):
-    """Somebody waits for room: a worker should release what it leases and does not use."""
+    """Another worker waits for memory: release leases that are not in use."""
 
 
 class Ping(Message):
-    """A worker has waited for some time: whatever was lost on the way shows with this message."""
+    """Sent by a worker that waits, to detect lost messages by their sequence number."""
 
 
 class Pong(Message):
-    """The answer."""
+    """Answer to `Ping`."""
 
 
 class Status(Message):
-    """What does the service do at this moment? May be asked without a hello."""
+    """Query for a `Report`. Allowed without a hello."""
 
     request: Number
 
 
 class WorkerRow(Row):
-    """A worker: since when (seconds since 1970), how many groups it registered and leases (and
-    bytes of these), for how many it waits and since how many seconds, and what it has leased."""
+    """State of one worker.
+
+    `since` is when it connected (seconds since 1970). `groups` counts the groups it registered,
+    `leases` its leases, of `leased_bytes` bytes, and `longest_lease` is the age of the oldest one
+    in seconds. `waits` counts the leases that it waits for, since `waiting` seconds. `granted`,
+    `hits` and `granted_bytes` are totals.
+    """
 
     pid: Number
     name: Text
@@ -362,7 +375,7 @@ _PARTS = ("key", "path", "tier", "nbytes", "budget", "expected", "found", "secon
 
 
 def failure(request: int, error: BaseException) -> Failed:
-    """The message for an error."""
+    """Return the message for an error."""
     kind = type(error).__name__
     parts: dict[str, Any] = {"text": str(error)[:4000]}
     for name in _PARTS:
@@ -373,9 +386,9 @@ def failure(request: int, error: BaseException) -> Failed:
 
 
 def error_of(message: Failed, key: str) -> errors.TierStoreError:
-    """The error of a message, about the group that a worker knows by this key."""
+    """Return the error of a message. `key` is the worker's name for the group."""
     parts = dict(message.parts)
-    text = str(parts.pop("text", "the service failed and did not say why: see its log"))
+    text = str(parts.pop("text", "the service failed without a reason: see its log"))
     theirs = parts.get("key")
     if isinstance(theirs, str) and theirs:
         text = text.replace(repr(theirs), repr(key))

@@ -1,1 +1,1 @@
-"""Benchmarks: one script for each claim, each running its peers side by side."""
+"""Benchmarks: one script per claim, each with its peers."""

@@ -1,4 +1,4 @@
-"""Run a benchmark: `python -m tools.bench NAME [OPTIONS]`. Without a name, lists them."""
+"""Run a benchmark: `python -m tools.bench NAME [OPTIONS]`. Without NAME, list all benchmarks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent
 
 
 def main() -> int:
-    """Run the named benchmark. Returns 1 if one of its claims is missed in a full run."""
+    """Run the named benchmark. Return 1 if a full run misses one of its claims."""
     names = [p.stem for p in sorted(FOLDER.glob("*.py")) if "\ndef measure(" in p.read_text()]
     if sys.argv[1:2] not in [[name] for name in names]:
         print(__doc__, *names, sep="\n")
@@ -27,10 +27,12 @@ def main() -> int:
         description=module.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--small", action="store_true", help="small sizes, once: does it run?")
-    parser.add_argument("--rounds", type=int, help="how often everything is measured")
-    parser.add_argument("--dir", type=Path, help="folder for files; models are kept in it")
-    parser.add_argument("--markdown", type=Path, help="write the figures into this page, too")
+    parser.add_argument(
+        "--small", action="store_true", help="small sizes and one round, for a trial"
+    )
+    parser.add_argument("--rounds", type=int, help="number of rounds")
+    parser.add_argument("--dir", type=Path, help="folder for files, where models are kept")
+    parser.add_argument("--markdown", type=Path, help="also write the figures to this page")
     if hasattr(module, "options"):
         module.options(parser)
     options = parser.parse_args(words)

@@ -1,17 +1,17 @@
-"""A training step whose activations are more than the budget for them
+"""A training step whose activations exceed their budget
 
-The same step of a Flux transformer in float32, forward and backward, as it is, with torch's
-`save_on_cpu`, and with `tierstore.offload_activations` at three RAM budgets. Each contender is a
-process of its own that lives until the end, so that peaks are its own, and does one step when it is
-its turn. Weights and gradients are there before anything is measured.
+The same step of a Flux transformer in float32, forward and backward: without offloading, with
+torch's `save_on_cpu`, and with `tierstore.offload_activations` at three RAM budgets. Each contender
+is a separate process that lives until the end, so that peaks are its own, and contenders take turns
+step by step. Weights and gradients exist before the measurement.
 
-On a CPU `save_on_cpu(pin_memory=False)` keeps each tensor, and copies nothing; `pin_memory=True`
-copies every saved tensor, weights too, into memory that is not pinned. On the pretend accelerator
-of the tests, bytes and peaks are what they would be on a real one; it has no speed.
+On a CPU, `save_on_cpu(pin_memory=False)` keeps each tensor and copies nothing; `pin_memory=True`
+copies every saved tensor, including weights, into memory that is not pinned. On the pretend
+accelerator of the tests, bytes and peaks are those of a real one; speeds are not.
 
-torchtune's `OffloadActivations` is missing: it asks for CUDA streams when it is made, with
-`use_streams=False` too, and raises where there is no CUDA (torchtune 0.6.1). It copies every saved
-tensor that is no `nn.Parameter`, and has neither a budget nor a disk.
+torchtune's `OffloadActivations` is omitted: its constructor requests CUDA streams even with
+`use_streams=False`, and raises without CUDA (torchtune 0.6.1). It copies every saved tensor that is
+not an `nn.Parameter`, and has neither a budget nor a disk.
 """
 
 from __future__ import annotations
@@ -55,15 +55,18 @@ SMALL = Case(flux.Shape(heads=4, double=2, single=4, dtype="float32", head_dim=1
 
 @dataclass
 class Saved:
-    """What autograd saves in a step: `tensors` are bytes of all of them, `pieces` the bytes of the
-    storages behind them, by address, without those of weights."""
+    """Bytes that autograd saves in a step.
+
+    `tensors` counts all saved tensors; `pieces` are the bytes of their storages, by address,
+    without those of weights.
+    """
 
     weights: set[int]
     tensors: int = 0
     pieces: dict[int, int] = field(default_factory=dict)
 
     def add(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Count a tensor. The graph keeps the result, so that no address comes twice."""
+        """Count a tensor. The graph keeps it alive, so addresses are unique."""
         storage = tensor.untyped_storage()
         self.tensors += tensor.nbytes
         if storage.data_ptr() not in self.weights:
@@ -74,8 +77,7 @@ class Saved:
 def contender(
     name: str, case: Case, device: str, budgets: list[int], place: Path
 ) -> Generator[Any, None, None]:
-    """Yield the bytes that a step saves (if there are no hooks), and then the figures of one step
-    after the other."""
+    """Yield the bytes that a step saves (without hooks), then the figures of each step."""
     if device != "cpu":
         from tests.device import pretend
 
@@ -89,7 +91,7 @@ def contender(
 
 
 class Contender:
-    """A model, a batch for it, and what is around its forward passes."""
+    """A model, its batch, and the context of its forward passes."""
 
     def __init__(
         self, name: str, case: Case, device: str, budgets: list[int], place: Path, stack: ExitStack
@@ -98,7 +100,7 @@ class Contender:
         torch.manual_seed(0)
         self._model = case.shape.build().train().to(device)
         self._tokens = case.image_tokens, case.text_tokens
-        self._loss(4, 4).backward()  # there are gradients from now on
+        self._loss(4, 4).backward()  # creates the gradients
         self._start = anonymous_memory(), self._on_device("memory_allocated")
         self._store: tierstore.TierStore | None = None
         self._around: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -141,7 +143,7 @@ class Contender:
         return [shipped, stats.bytes_written, stats.bytes_read]
 
     def saved(self) -> tuple[int, list[int]]:
-        """Return the bytes that a step saves, in all and of each storage."""
+        """Return the bytes that a step saves: the total, and those of each storage."""
         held = (*self._model.parameters(), *self._model.buffers())
         saved = Saved({tensor.untyped_storage().data_ptr() for tensor in held})
         with saved_tensors_hooks(saved.add, lambda tensor: tensor):
@@ -149,7 +151,7 @@ class Contender:
         return saved.tensors, list(saved.pieces.values())
 
     def step(self) -> Run:
-        """Take one step. Peaks are bytes over what there was before the first."""
+        """Run one step. Peaks are in bytes, relative to the memory before the first step."""
         self._model.zero_grad(set_to_none=False)
         before = self._moved()
         if self._device != "cpu":
@@ -208,9 +210,9 @@ def on(device: str, case: Case, rounds: int, bench: Bench) -> Iterator[Claim]:
         return all(run["gradients"] == plain for run in runs)
 
     page.text(
-        f"A step saves {megabytes(tensors)} MB of tensors, weights included. With each piece "
-        f"of memory counted once, and without weights, that is {megabytes(saved)} MB in "
-        f"{len(pieces)} pieces. Budgets are shares of the latter. All bytes below are in MB."
+        f"A step saves {megabytes(tensors)} MB of tensors, including weights. Counting each piece "
+        f"of memory once, without weights, it saves {megabytes(saved)} MB in {len(pieces)} "
+        "pieces. Budgets are shares of the latter. All bytes below are in MB."
     )
     columns: dict[str, Callable[[Any], object]] = {
         "copied": lambda one: megabytes(median(column(one[1], "copied"))),
@@ -229,17 +231,17 @@ def on(device: str, case: Case, rounds: int, bench: Bench) -> Iterator[Claim]:
         columns["device peak"] = lambda one: megabytes(max(column(one[1], "device")))
     columns["gradients"] = lambda one: "equal" if equal(one[1]) else "DIFFER"
     page.compare("contender", {name: (name, runs) for name, runs in found.items()}, columns)
-    page.text("Peak RAM is anonymous memory over weights and gradients.")
+    page.text("Peak RAM is anonymous memory above that of weights and gradients.")
     same = all(equal(found[name]) for name in OURS)
-    yield Claim(f"{device}: tierstore's gradients are the same bit for bit", same, at_least=1)
+    yield Claim(f"{device}: tierstore's gradients are bit-identical", same, at_least=1)
     within = max(max(column(found[n], "store")) / budget for n, budget in budgets.items())
-    yield Claim(f"{device}: the store stays within its budget (share of it)", within, at_most=1)
+    yield Claim(f"{device}: peak memory of the store / its budget", within, at_most=1)
     most = max(max(column(found[name], "copied")) for name in OURS) / saved
-    text = f"{device}: bytes copied are at most the bytes saved (share of them)"
+    text = f"{device}: bytes copied / bytes saved"
     yield Claim(text, most, at_most=1)
     if device == "cpu":
         slower = median(to_copied(found[next(iter(OURS))]))
-        yield Claim(f"where all fits, no slower than `{COPIED}` (time to time)", slower, at_most=1)
+        yield Claim(f"everything fits: time / time of `{COPIED}`", slower, at_most=1)
 
 
 def measure(bench: Bench) -> Iterator[Claim]:

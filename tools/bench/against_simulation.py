@@ -1,14 +1,13 @@
-"""Steps of a loop as the engine takes them, against the same steps simulated
+"""Measured steps of a planned loop, against the simulation
 
-The model has the units of a transformer of FLUX.1-dev's shape, and a fraction of its bytes. The
-device, the link and the disk have the memory and the speeds of an H100 and of the disk beside it,
-divided by the same number, and so are the bytes that groups have at most. So a step takes as long
-as there, and each unit as long as its bytes are of all; the engine's work for a unit weighs as
-much as it does there. The device is the pretend accelerator of the tests: its kernels compute
-nothing and take their time, and it works on threads of its own. The simulation is that of
-`tierstore-inspect plan` for the same file.
+The model has the units of FLUX.1-dev's transformer and a fraction of its bytes. The memory and
+bandwidths of an H100, its link and its disk are divided by the same number, and so is the largest
+size of groups. So a step takes as long as on the H100, each unit in proportion to its bytes, and
+the engine's overhead per unit has the same weight. The device is the pretend accelerator of the
+tests: its kernels only wait, on separate threads. The simulation is that of `tierstore-inspect
+plan` for the same file.
 
-Seconds are those of whole runs of some steps, which begin once a plan is followed.
+Seconds are those of runs of several steps, which begin once a plan is followed.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ PACKAGES, ROUNDS, PRETEND = ("torch",), 5, True
 COMPUTING = 0.168
 """Seconds of a step with all weights on the device."""
 DEVICE_SHARE = 12 / 23.73
-"""Memory of the device, by the weights."""
+"""Memory of the device, as a share of the weights."""
 LEARNED = 12
-"""Steps after a plan was entered that are not counted: it may be left for a better one."""
+"""Uncounted steps after the first plan is followed, since a better plan may replace it."""
 SHARES = {"all": 1.1, "half": 0.5, "a quarter": 0.25}
 """RAM, as a share of the weights."""
 AT_MOST = 1.05
@@ -50,7 +49,7 @@ AT_MOST = 1.05
 
 @dataclass(frozen=True)
 class Case:
-    """Weights are `smaller` times as wide and as high as those of FLUX.1-dev."""
+    """A model whose weights have 1/`smaller` of the width and height of those of FLUX.1-dev."""
 
     double: int
     single: int
@@ -66,9 +65,9 @@ FULL = Case(double=19, single=38, smaller=8, steps=10)
 SMALL = Case(double=3, single=6, smaller=16, steps=3)
 
 
-def cut_in_proportion(by: int) -> None:
-    """Make groups and slots in this process so many times smaller than they would be."""
-    groups = ("WELL_READ", "LARGEST_GROUP", "LINK_GROUP", "LARGEST_LEAF_GROUP")
+def scale_down_groups(by: int) -> None:
+    """Divide the sizes of groups and slots in this process by `by`."""
+    groups = ("EFFICIENT_READ", "LARGEST_GROUP", "LINK_GROUP", "LARGEST_LEAF_GROUP")
     for name in (*groups, "TILE", "LEAST_TILE"):
         setattr(outline, name, getattr(outline, name) // by)
     loop_runner.READ_BLOCK = files.READ_BLOCK // by
@@ -77,7 +76,7 @@ def cut_in_proportion(by: int) -> None:
 
 
 class Parts(nn.Module):
-    """Its children, one after the other."""
+    """Runs its children in sequence."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for child in self.children():
@@ -86,7 +85,7 @@ class Parts(nn.Module):
 
 
 class Timed(nn.Module):
-    """A layer that computes nothing, and takes as long as its bytes are of all."""
+    """A layer that only waits, for its share of the model's bytes."""
 
     seconds_per_byte = 0.0
 
@@ -96,7 +95,7 @@ class Timed(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The blocks of Flux, by the names of its files."""
+    """The blocks of Flux, with the tensor names of its files."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -125,7 +124,7 @@ def transformer(case: Case) -> Transformer:
 
 @dataclass(frozen=True)
 class Cell:
-    """A model of `nbytes`, in a store with RAM for a share of them."""
+    """A model of `nbytes` bytes, in a store with RAM for a share of them."""
 
     case: Case
     path: Path
@@ -165,8 +164,8 @@ class Cell:
         }
         words = [str(word) for pair in options.items() for word in pair]
         script = (
-            "from tools.bench.against_simulation import cut_in_proportion\n"
-            f"cut_in_proportion({self.case.by_bytes})\n"
+            "from tools.bench.against_simulation import scale_down_groups\n"
+            f"scale_down_groups({self.case.by_bytes})\n"
             "from tierstore.cli import main\nmain()"
         )
         printed = output_of("-c", script, "plan", self.path, *words, "--json", timeout=300)
@@ -174,7 +173,7 @@ class Cell:
         return dict(step)
 
     def measured(self, scratch: Path, rounds: int) -> list[Run]:
-        """Runs, once a plan is followed."""
+        """Run the model, once a plan is followed. Return the figures of each run."""
         Timed.seconds_per_byte = self.computing / self.nbytes
         pretend.set_link_speed(self.link)
         with (
@@ -195,7 +194,7 @@ class Cell:
 
 @torch.no_grad()
 def run(store: TierStore, model: nn.Module, steps: int) -> Run:
-    """Run some steps. Returns figures by step."""
+    """Run some steps. Return figures per step."""
     x = torch.ones(1, device="pretend")
     torch.accelerator.synchronize(0)
     before, began = store.stats(), time.perf_counter()
@@ -213,7 +212,7 @@ def run(store: TierStore, model: nn.Module, steps: int) -> Run:
 def measure(bench: Bench) -> Iterator[Claim]:
     torch.set_num_threads(1)
     case, path = SMALL if bench.small else FULL, bench.scratch / "model.safetensors"
-    cut_in_proportion(case.by_bytes)
+    scale_down_groups(case.by_bytes)
     weights = {
         name: torch.zeros(weight.shape, dtype=weight.dtype)
         for name, weight in transformer(case).state_dict().items()
@@ -226,8 +225,8 @@ def measure(bench: Bench) -> Iterator[Claim]:
         runs = cell.measured(bench.scratch / name.replace(" ", "-"), bench.rounds)
         found[name] = cell.simulated(), runs
     bench.page.text(
-        f"{nbytes / 1e6:.0f} MB of weights, {DEVICE_SHARE:.0%} of which the device has room "
-        f"for; all speeds are divided by {case.by_bytes}."
+        f"{nbytes / 1e6:.0f} MB of weights; the device holds {DEVICE_SHARE:.0%} of them; all "
+        f"speeds are divided by {case.by_bytes}."
     )
 
     def both(name: str) -> Callable[[tuple[Run, list[Run]]], str]:
@@ -245,5 +244,5 @@ def measure(bench: Bench) -> Iterator[Claim]:
     }
     bench.page.compare("RAM for", found, columns)
     for name, one in found.items():
-        text = f"RAM for {name} of the weights: at most {AT_MOST} times the simulated step"
+        text = f"RAM for {name} of the weights: time of a step / simulated"
         yield Claim(text, median(ratios(one)), at_most=AT_MOST)

@@ -1,4 +1,4 @@
-"""Memory of this process that is no file's: what it holds of RAM, and no page cache can give up."""
+"""Anonymous memory of this process: resident RAM that is not page cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 EVERY = 0.002
-"""Seconds between two looks."""
+"""Seconds between two samples."""
 
 
 def anonymous_memory() -> int:
@@ -18,7 +18,7 @@ def anonymous_memory() -> int:
 
 
 class AnonymousPeak:
-    """The most bytes at once in a `with` block, by looking often; `start` is before it."""
+    """The peak of anonymous memory in a `with` block, by sampling; `start` is the value before."""
 
     def __init__(self) -> None:
         self.start = self.bytes = anonymous_memory()
@@ -31,7 +31,7 @@ class AnonymousPeak:
 
     @property
     def gained(self) -> int:
-        """Bytes over the start."""
+        """Bytes of the peak above the start."""
         return self.bytes - self.start
 
     def __enter__(self) -> AnonymousPeak:

@@ -1,10 +1,10 @@
-"""A function in a process of its own: nothing else is in its memory, which may be limited.
+"""Runs a function in a separate process, whose memory can be limited.
 
     Apart(function, 1, 2).answer()
 
-The process imports the function's module, calls it, and sends back what it returns. A function that
-is a generator is a worker: each message is sent into it, and what it yields is the answer. The
-process has the allocator's defaults, whatever the environment says of `malloc`.
+The process imports the function's module, calls the function and sends back its result. A generator
+function is a worker: each message is sent into it, and each value that it yields is an answer. The
+process uses the allocator's defaults, regardless of `malloc` settings in the environment.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from tools.bench.memory_group import MemoryGroup
 
 ROOT = Path(__file__).resolve().parents[2]
 FRUGAL = {"MALLOC_MMAP_THRESHOLD_": "131072"}
-"""An environment in which glibc gives freed blocks over 128 KiB back to the system."""
+"""Environment in which glibc returns freed blocks over 128 KiB to the system."""
 
 
 class Killed(Exception):
-    """The system ended the process, for want of memory."""
+    """Raised if the system killed the process for lack of memory."""
 
 
 class Ended(Exception):
-    """The process failed. The message is the end of its output."""
+    """Raised if the process failed. The message is the end of its output."""
 
 
 class Late(Ended):
-    """The process took too long, and was killed."""
+    """Raised if the process took too long and was killed."""
 
 
 class Apart:
@@ -73,7 +73,7 @@ class Apart:
         _send(self._connection, message)
 
     def answer(self, timeout: float | None = None) -> Any:
-        """Wait for what the function returns or yields. Raises Killed, or Ended."""
+        """Wait for the next result of the function, and return it. Raises Killed or Ended."""
         try:
             if timeout is None or self._connection.poll(timeout):
                 return _receive(self._connection)
@@ -87,7 +87,7 @@ class Apart:
         raise Late(f"it took longer than {timeout} s")
 
     def ask(self, message: Any = None) -> Any:
-        """Send a message, and wait for the answer."""
+        """Send a message, and return the answer."""
         self.send(message)
         return self.answer()
 
@@ -102,8 +102,8 @@ class Apart:
 
 
 def kill(process: subprocess.Popen[Any]) -> None:
-    """Kill a process, and all that it has started."""
-    if process.returncode is None:  # otherwise its number may be another's
+    """Kill a process and its children."""
+    if process.returncode is None:  # otherwise its PID may have been reused
         with suppress(psutil.NoSuchProcess):
             started = psutil.Process(process.pid).children(recursive=True)
             process.kill()
@@ -114,18 +114,18 @@ def kill(process: subprocess.Popen[Any]) -> None:
 
 
 def apart(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Run a function in a process of its own. Returns its result; raises Killed, or Ended."""
+    """Run a function in a separate process, and return its result. Raises Killed or Ended."""
     timeout = options.pop("timeout", None)
     with Apart(function, *arguments, **options) as process:
         return process.answer(timeout)
 
 
 def limited(nbytes: int | None, function: Callable[..., Any], *arguments: Any) -> tuple[Any, int]:
-    """Run a function in a process of its own that may take so many bytes of RAM, page cache
-    included. Returns its result and the most bytes that it took. Where the system allows no such
-    limit, or `nbytes` is None, there is none, and the second is 0.
+    """Run a function in a separate process that may use `nbytes` bytes of RAM with page cache.
 
-    A process that is killed runs again with `FRUGAL`, and its result has `frugal` set.
+    Returns its result and its peak in bytes. If the system does not support the limit, or `nbytes`
+    is None, memory is not limited and the peak is 0. If the process is killed, it runs again with
+    `FRUGAL`, and the result has `frugal` set.
     """
     if nbytes is None or unlimited(nbytes):
         return apart(function, *arguments), 0
@@ -140,7 +140,7 @@ def limited(nbytes: int | None, function: Callable[..., Any], *arguments: Any) -
 
 
 def unlimited(nbytes: int) -> str:
-    """Say why memory cannot be limited here; empty if it can."""
+    """Return why memory cannot be limited here; empty if it can."""
     try:
         with MemoryGroup(nbytes):
             return ""
@@ -149,7 +149,7 @@ def unlimited(nbytes: int) -> str:
 
 
 def _send(connection: Connection, message: Any) -> None:
-    """Send with plain pickle: `Connection.send` has torch share memory, which outlives nobody."""
+    """Send with plain pickle. `Connection.send` makes torch share memory, which ends with us."""
     connection.send_bytes(pickle.dumps(message))
 
 

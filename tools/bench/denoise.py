@@ -1,15 +1,15 @@
-"""Denoising with more weights than RAM: tierstore against what one would otherwise pick.
+"""Denoising with more weights than RAM: tierstore against its alternatives.
 
 A Flux transformer of 3.8 GB (fp32, 6 double and 12 single blocks, 64 image tokens) denoises in a
-control group of 2,000 MiB of RAM, where page cache counts. Each run is a process of its own with a
-cold page cache; the contenders take turns. The steps of a run after the second count, by their
-median. `--dir` keeps the checkpoint and the peers' folders for a later run (12 GB).
+control group of 2,000 MiB of RAM, including page cache. Each run is a separate process with a cold
+page cache; the contenders take turns. Figures are medians over the steps after the second. `--dir`
+keeps the checkpoint and the peers' folders for a later run (12 GB).
 
-Nobody can be faster than the limit: the longer of the computing of a step (measured with all
-weights in RAM, outside of the group) and of the reading of what no cache of that budget can hold
-(weights less budget, at the best direct reads of the same files, measured in between). On a small
-virtual machine, computing itself takes longer while the disk is read: the host copies with the
-same processors and memory. So a second limit has the computing of the run itself, without stalls.
+The limit is a lower bound of a step: the longer of its computing (measured with all weights in RAM,
+outside the group) and of reading the bytes that no cache of that budget can hold (weights minus
+budget, at the best speed of direct reads of the same files, measured in between). On a small
+virtual machine, computing itself is slower while the disk is read, because the host copies with the
+same processors and memory. So a second limit uses the run's own computing time, without stalls.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tools.bench.runner import Bench, Run, column, median, middle, ranged, ratio
 
 PACKAGES = ("torch", "diffusers", "accelerate")
 ROUNDS = 3
-FIRST_THAT_COUNTS = 2  # steps before it: the order of use is learned, caches fill
+FIRST_COUNTED = 2  # earlier steps learn the order of use and fill caches
 CPU = torch.device("cpu")
 LIMIT = 2000 << 20
 IN_MEMORY, OURS, COPIES = "in memory", "tierstore", ("diffusers", "accelerate")
@@ -62,7 +62,7 @@ Around = AbstractContextManager[TierStore | None]
 
 
 def untouched(model: Any, place: Path, budget: int) -> Around:
-    """`from_pretrained` and nothing else: weights are maps, which page faults bring in."""
+    """Use only `from_pretrained`: weights are memory maps, read by page faults."""
     return nullcontext()
 
 
@@ -73,7 +73,7 @@ def on_a_store(model: Any, place: Path, budget: int) -> Around:
 
 
 def by_diffusers(model: Any, place: Path, budget: int) -> Around:
-    """Without streams, which it refuses on a CPU. Leaf by leaf is slower still."""
+    """Use diffusers without streams, which it rejects on a CPU. Leaf level is even slower."""
     model.enable_group_offload(
         onload_device=CPU,
         offload_device=CPU,
@@ -85,13 +85,13 @@ def by_diffusers(model: Any, place: Path, budget: int) -> Around:
 
 
 def by_accelerate(model: Any, place: Path, budget: int) -> Around:
-    """Its own format: one file for each tensor, read by numpy."""
+    """Use accelerate's own format: one file per tensor, read by numpy."""
     accelerate.disk_offload(model, place / "accelerate", execution_device=CPU)
     return nullcontext()
 
 
-def by_accelerate_without_a_copy(model: Any, place: Path, budget: int) -> Around:
-    """An index that points into the checkpoint, as transformers writes it."""
+def by_accelerate_index(model: Any, place: Path, budget: int) -> Around:
+    """Use an accelerate index that points into the checkpoint, as transformers writes it."""
     folder, checkpoint = place / "accelerate-index", place / "checkpoint"
     folder.mkdir(exist_ok=True)
     (index,) = checkpoint.glob("*.safetensors.index.json")
@@ -113,13 +113,13 @@ CONTENDERS: dict[str, Callable[[Any, Path, int], Around]] = {
     OURS: on_a_store,
     "diffusers": by_diffusers,
     "accelerate": by_accelerate,
-    "accelerate, no copy": by_accelerate_without_a_copy,
+    "accelerate, no copy": by_accelerate_index,
     "plain maps": untouched,
 }
 
 
 def denoised(name: str, place: Path, budget: int, steps: int) -> Run:
-    """Denoise as a contender does. Returns medians over the steps that count, and the images."""
+    """Denoise with a contender. Return medians over the counted steps, and the images."""
     model = flux.load(place / "checkpoint").eval()
     weights, images = flux.weight_bytes(model), []
     with ExitStack() as stack:
@@ -135,14 +135,14 @@ def denoised(name: str, place: Path, budget: int, steps: int) -> Run:
             took.append([new - old for new, old in zip(after, before, strict=True)])
             images.append(image)
             before = now()
-    middles = map(median, zip(*took[FIRST_THAT_COUNTS:], strict=True))
+    middles = map(median, zip(*took[FIRST_COUNTED:], strict=True))
     run: Run = dict(zip(("seconds", "cpu", "read", "stalled"), middles, strict=True))
     computing = run["seconds"] - run["stalled"]
     return run | {"computing": computing, "images": images, "weights": weights}
 
 
 def disk_speed(checkpoint: Path) -> float:
-    """Return the bytes per second of direct reads: the best of two passes and of fio."""
+    """Return the bandwidth of direct reads in bytes per second: the best of two passes and fio."""
     files = sorted(checkpoint.glob("*.safetensors"))
     rates = [machine.direct_reads(files) for _ in range(2)]
     largest = max(files, key=lambda file: file.stat().st_size)
@@ -153,7 +153,7 @@ def disk_speed(checkpoint: Path) -> float:
 
 
 def likeness(runs: list[Run], reference: Run) -> str:
-    """Compare the image with that of the usual model after as many steps."""
+    """Compare the image to that of the ordinary model after as many steps."""
     last = min(len(runs[0]["images"]), len(reference["images"])) - 1
     one, other = runs[0]["images"][last], reference["images"][last]
     if torch.equal(one, other):
@@ -165,8 +165,8 @@ def measure(bench: Bench) -> Iterator[Claim]:
     case, place = SMALL if bench.small else FULL, bench.kept
     flux.save(case.shape, place / "checkpoint")
     for name in COPIES if not bench.small else ():
-        if not (place / name).exists():  # it writes its folder, without a limit
-            apart(denoised, name, place, case.budget, FIRST_THAT_COUNTS + 1)
+        if not (place / name).exists():  # writes its folder, without a memory limit
+            apart(denoised, name, place, case.budget, FIRST_COUNTED + 1)
 
     def run(name: str) -> Run:
         nbytes = None if name == IN_MEMORY else LIMIT
@@ -189,8 +189,8 @@ def measure(bench: Bench) -> Iterator[Claim]:
     }
     bench.page.compare("", found, columns)
     bench.page.text(
-        "MB read and CPU seconds are for one step. The peak is that of the group, page cache "
-        f"included, of which it may have {LIMIT >> 20} MiB. {unlimited(LIMIT)} "
+        "MB read and CPU seconds are per step. The peak is that of the control group including "
+        f"page cache, limited to {LIMIT >> 20} MiB. {unlimited(LIMIT)} "
         f"{bench.rounds} rounds; medians, and ranges in parentheses."
     )
     missing = max(usual[0]["weights"] - case.budget, 0)
@@ -201,18 +201,18 @@ def measure(bench: Bench) -> Iterator[Claim]:
     rows = [
         ("computing, s", spread(compute)),
         ("direct reads, GB/s", spread([d / 1e9 for d in disk])),
-        ("missing at least, MB", f"{missing / 1e6:,.0f}"),
+        ("least possible misses, MB", f"{missing / 1e6:,.0f}"),
         ("limit, s", spread(limit)),
-        ("tierstore to the limit", spread(ratios(seconds, limit))),
-        ("... to the limit for what it read", spread(ratios(seconds, for_read))),
+        ("tierstore / limit", spread(ratios(seconds, limit))),
+        ("tierstore / limit for the bytes read", spread(ratios(seconds, for_read))),
         ("stalled, s", spread(column(ours, "stalled"))),
         ("computing beside the reads, s", spread(column(ours, "computing"))),
-        ("tierstore to the limit with that computing", spread(ratios(seconds, own))),
+        ("tierstore / limit with that computing", spread(ratios(seconds, own))),
     ]
     bench.page.table(("limit of a step", ""), rows)
     for peer in (each for each in PEERS if each in found):
-        yield Claim(f"{peer} takes at least 3 times as long", median(to_ours[peer]), at_least=3.0)
+        yield Claim(f"time of {peer} / time of tierstore", median(to_ours[peer]), at_least=3.0)
     to_limit = median(ratios(seconds, limit))
-    yield Claim("a step takes at most 1.12 of the limit", to_limit, at_most=1.12)
+    yield Claim("time of a step / limit", to_limit, at_most=1.12)
     same = likeness(ours, usual[0]) == "equal"
-    yield Claim("the image is the same bit for bit", float(same), at_least=1.0)
+    yield Claim("the image is bit-identical", float(same), at_least=1.0)

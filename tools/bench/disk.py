@@ -1,9 +1,9 @@
 """The disk engine
 
-The engine against fio and against what one would otherwise use, on the same files. Needs fio, which
-every distribution has. Every round runs everything once, in another order, with the page cache
-dropped before each run (where this process may). A figure is the median of its ratios, round by
-round, to the fio configuration that was best over all rounds.
+The engine against fio and against alternatives, on the same files. Requires fio, which every
+distribution has. Every round runs everything once, in another order, with the page cache dropped
+before each run (if permitted). A figure is the median over rounds of the ratio to the fio
+configuration that was best over all rounds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PIECES = "tierstore, groups of 4 MiB, into 16 MiB"
 CHECKED = "tierstore, every checksum compared"
 ROOMY = f"fio's {fio.ROOMY}, into 256 MiB"
 PIECE = 4 * MIB
-"""Of four groups on their way, the engine then reads into 16 MiB, as the best fio does."""
+"""With four groups in flight, the engine reads into 16 MiB, as the best fio configuration does."""
 SPILL = "tierstore, spill into room used before"
 SPILL_NEW = "tierstore, spill into new room"
 DURABLE = "tierstore, durable (checksums, fsync, rename)"
@@ -62,12 +62,12 @@ PREDICTED = {
     "safetensors save_file, synced": ("0.10", "1.5"),
     "write through the page cache, synced": ("0.15", "1.0"),
 }
-"""Ratio to fio and CPU seconds per GB, written down before the first run of this script."""
+"""Predicted ratio to fio and CPU seconds per GB, recorded before the first run of this script."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is read and written: `groups` tensors of `group` bytes each."""
+    """The bytes to read and write: `groups` tensors of `group` bytes each."""
 
     group: int
     groups: int
@@ -82,7 +82,7 @@ SMALL = Sizes(32 * MIB, 4)
 
 
 def rated(nbytes: int, work: Callable[[], object]) -> Rate:
-    """Do the work, which moves so many bytes."""
+    """Measure the rate of `work`, which moves `nbytes` bytes."""
     with machine.Stopwatch() as watch:
         work()
     return Rate(nbytes / watch.seconds, watch.cpu_seconds / nbytes * 1e9)
@@ -92,7 +92,7 @@ def rated(nbytes: int, work: Callable[[], object]) -> Rate:
 
 
 class Files:
-    """A checkpoint, as safetensors and as torch save it, and memory for its tensors."""
+    """A checkpoint, saved by safetensors and by torch, and memory for its tensors."""
 
     def __init__(self, directory: Path, sizes: Sizes) -> None:
         self.directory = directory
@@ -115,11 +115,11 @@ class Files:
 
 
 def reads(engine: Engine, files: Files) -> dict[str, Run]:
-    """Every way to read the checkpoint, by name."""
+    """Return all ways to read the checkpoint, by name."""
     total = files.sizes.total
     cut = {size: engine.checkpoint(files.safetensors, size) for size in (files.sizes.group, PIECE)}
     for largest, entries in cut.items():
-        see_that_it_is_right(engine, entries, files, largest)
+        verify_reads(engine, entries, files, largest)
     stored = store_groups(engine, files)
 
     def ours(entries: Sequence[GroupEntry], verify: str) -> Run:
@@ -153,7 +153,7 @@ def reads(engine: Engine, files: Files) -> dict[str, Run]:
 
 
 def store_groups(engine: Engine, files: Files) -> list[GroupEntry]:
-    """Put as many groups into the store's directory as the checkpoint has."""
+    """Store as many groups in the store's directory as the checkpoint has."""
     spec, packing = one_tensor(files.sizes.group)
     slots = [engine.filled(spec, seed=i) for i in range(files.sizes.groups)]
     engine.store_all(packing, slots)
@@ -161,10 +161,8 @@ def store_groups(engine: Engine, files: Files) -> list[GroupEntry]:
     return engine.stored()
 
 
-def see_that_it_is_right(
-    engine: Engine, entries: Sequence[GroupEntry], files: Files, largest: int
-) -> None:
-    """Speed means nothing if the bytes are wrong: compare all of them once."""
+def verify_reads(engine: Engine, entries: Sequence[GroupEntry], files: Files, largest: int) -> None:
+    """Compare all bytes once, so that only correct reads are timed."""
     found: dict[str, str] = {}
 
     def arrived(entry: GroupEntry, slot: Slot) -> None:
@@ -178,14 +176,14 @@ def see_that_it_is_right(
         for name, at, nbytes in pieces(tensor_name, len(data), largest):
             expected[name] = digest(data[at : at + nbytes])
     if found != expected:
-        raise SystemExit("the engine read other bytes than the file holds")
+        raise SystemExit("the engine read bytes that differ from the file")
 
 
 # Writing -----------------------------------------------------------------------------------------
 
 
 class Writing:
-    """Groups of random bytes, and every way to write them."""
+    """Groups of random bytes, and all ways to write them."""
 
     def __init__(self, engine: Engine, directory: Path, sizes: Sizes) -> None:
         self._engine = engine
@@ -201,7 +199,7 @@ class Writing:
         fio.run(self._over, "psync 16M x4", self._total, "--rw=write", "--fallocate=posix")
 
     def runs(self) -> dict[str, Run]:
-        """The ways, by name."""
+        """Return the ways to write, by name."""
         save, plain = peers.save_with_safetensors, peers.write_plainly
         return {
             SPILL: self.spill_again,
@@ -214,7 +212,7 @@ class Writing:
         }
 
     def spill_again(self) -> Rate:
-        self._spill_once()  # whoever ran before may have trimmed the file
+        self._spill_once()  # an earlier run may have trimmed the file
         return self._spill(fio.LOOPS)
 
     def spill_anew(self) -> Rate:
@@ -226,7 +224,7 @@ class Writing:
 
     def _spill_once(self) -> None:
         for offset in self._engine.spill_all(self._slots):
-            self._engine.spill.give_back(offset, self._spec.nbytes)
+            self._engine.spill.release(offset, self._spec.nbytes)
 
     def durable(self) -> Rate:
         self._engine.remove_all()
@@ -256,7 +254,7 @@ class Writing:
 
 
 def show(page: Page, results: Mapping[str, Sequence[Rate]]) -> None:
-    """Compare with the predictions. fio's best configuration is the reference."""
+    """Add a table of measured and predicted figures, relative to fio's best configuration."""
     speeds = {name: [rate.speed for rate in rates] for name, rates in results.items()}
     configurations = [name for name in results if name.startswith("fio ")]
     best = max(configurations, key=lambda name: median(speeds[name]))
@@ -282,7 +280,7 @@ def show(page: Page, results: Mapping[str, Sequence[Rate]]) -> None:
 
 def measure(bench: Bench) -> Iterator[Claim]:
     if not fio.available():
-        raise SystemExit("fio is not installed: it is the reference (try: apt-get install fio)")
+        raise SystemExit("fio, the reference, is not installed: run apt-get install fio")
     sizes = SMALL if bench.small else FULL
     bench.page.text(
         f"{fio.version()}, its buffers in huge pages; {sizes.groups} groups of "

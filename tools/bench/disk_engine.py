@@ -1,7 +1,7 @@
-"""The store's own disk engine, as a store drives it, for `disk.py` and `optimizer.py`.
+"""The store's disk engine without a planner, for `disk.py` and `optimizer.py`.
 
-Groups go through the parts that a store is made of: `DiskReader`, `Spill`, `ObjectDirectory`, with
-`Workers`, a `FileTable` and an arena of recycled host memory. Only the planner is left out.
+Groups pass through the components of a store: `DiskReader`, `Spill` and `ObjectDirectory`, with
+`Workers`, a `FileTable` and an arena of recycled host memory.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from tierstore.tiers.workers import EARLY, Workers
 T = TypeVar("T")
 
 AT_ONCE = 4
-"""Groups in transit at once. A store has as many where prefetch has room for them."""
+"""Groups in flight, as many as in a store with enough memory for prefetching."""
 
 
 class Engine:
-    """One pass over all groups, in one direction or the other."""
+    """Reads or writes all groups in one pass."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = ObjectDirectory(directory)
@@ -58,9 +58,9 @@ class Engine:
     def each(
         self, items: Iterable[T], job: Callable[[T], Callable[[], object]], at_once: int = AT_ONCE
     ) -> None:
-        """Run a job for each item on the workers, in order, `at_once` of them at a time.
+        """Run a job for each item on the workers, in order, `at_once` jobs at a time.
 
-        `job` is called on this thread. Raises the first error.
+        `job` itself is called on this thread. Raises the first error.
         """
         room, errors = threading.Semaphore(at_once), list[BaseException]()
 
@@ -84,13 +84,13 @@ class Engine:
         verify: str,
         arrived: Callable[[GroupEntry, Slot], object] = lambda entry, slot: None,
     ) -> Callable[[GroupEntry], Callable[[], None]]:
-        """Make jobs for `each`: read a group into a slot that is used again for later ones."""
+        """Create jobs for `each` that read a group into a slot, which later jobs reuse."""
         reader = DiskReader(self._files, self._workers, verify)
 
         def job(entry: GroupEntry) -> Callable[[], None]:
             slot = self._arena.take(entry.spec.nbytes)
             assert entry.source is not None
-            entry.source = replace(entry.source)  # another one, of which nothing is verified
+            entry.source = replace(entry.source)  # a new source, so checksums count as unverified
 
             def read() -> None:
                 try:
@@ -98,14 +98,14 @@ class Engine:
                     reader.read(entry, slot.bytes())
                     arrived(entry, slot)
                 finally:
-                    self._arena.give(slot)
+                    self._arena.release(slot)
 
             return read
 
         return job
 
     def checkpoint(self, path: Path, largest: int) -> list[GroupEntry]:
-        """Return the tensors of a safetensors file, in pieces of so many bytes, each a group."""
+        """Return the tensors of a safetensors file as groups of up to `largest` bytes."""
         raw = path.open("rb").read(8)
         raw = path.open("rb").read(8 + int.from_bytes(raw, "little"))[8:]
         header = parse_header(raw, path.stat().st_size, str(path))
@@ -128,7 +128,7 @@ class Engine:
         return slot
 
     def spill_all(self, slots: Iterable[Slot]) -> list[int]:
-        """Spill every group. Returns the offsets to give back."""
+        """Spill every group. Return the offsets to free."""
         offsets: list[int] = []
 
         def save(slot: Slot) -> None:
@@ -138,7 +138,7 @@ class Engine:
         return offsets
 
     def store_all(self, packing: Packing, slots: Iterable[Slot]) -> None:
-        """Make every group durable under a key of its own."""
+        """Store every group durably under its own key."""
 
         def save(number: int, slot: Slot) -> None:
             staged = self.directory.stage(
@@ -160,7 +160,7 @@ class Engine:
     def give(self, slots: Iterable[Slot]) -> None:
         """Return slots."""
         for slot in slots:
-            self._arena.give(slot)
+            self._arena.release(slot)
 
     def stored(self) -> list[GroupEntry]:
         """Return the durable groups."""
@@ -176,13 +176,13 @@ class Engine:
 
 
 def pieces(name: str, nbytes: int, largest: int) -> Iterator[tuple[str, int, int]]:
-    """Divide a tensor into what is read at once: names, where they begin, and bytes."""
+    """Split a tensor into pieces that are read at once: names, offsets and bytes."""
     for at in range(0, nbytes, largest):
         yield f"{name}, from {at}", at, min(largest, nbytes - at)
 
 
 def one_tensor(nbytes: int) -> tuple[GroupSpec, Packing]:
-    """Return a group of one tensor, and how it is packed."""
+    """Return a group of one tensor, and its packing."""
     shape = (nbytes // 2,)
     tensor = TensorSpec("weight", "BF16", shape, contiguous_stride(shape), 0)
     packing = pack([Block("weight", "BF16", shape, nbytes, (tensor,))])

@@ -1,5 +1,7 @@
-"""The speed of a disk that is read and written at the same time: the most that a step of an
-optimizer whose state is on it could get."""
+"""The speed of a disk under simultaneous reads and writes.
+
+It bounds a step of an optimizer whose state is on the disk.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +18,29 @@ from tools.bench import fio, machine
 from tools.bench.disk_engine import Engine, one_tensor
 
 DEPTHS = (4, 8, 16)
-"""Groups in transit at once."""
+"""Numbers of groups in flight."""
 
 CONFIGURATIONS = ("psync 16M x4", "libaio 8M q4", "io_uring 4M q4")
-"""Of fio."""
+"""fio configurations."""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What is moved: groups of these sizes are read, and for each byte so many are written."""
+    """The bytes to move: sizes of groups to read, and bytes to write per byte read."""
 
     groups: Sequence[int]
     written: float
 
     @property
     def nbytes(self) -> int:
-        """Bytes, both ways."""
+        """Bytes to move in both directions."""
         return sum(size for _, size in self.order())
 
     def order(self) -> Iterator[tuple[int, int]]:
-        """Groups in the order in which they are moved, each with its bytes. Those that are written
-        have a number below zero: ~number was read before."""
+        """Yield the groups in the order in which they move, with their bytes.
+
+        A negative number is a write of the group ~number, which was read before.
+        """
         owed = 0.0
         saved = itertools.cycle(range(len(self.groups)))
         for number, size in enumerate(self.groups):
@@ -49,8 +53,7 @@ class Mix:
 
 
 class Mixed(Engine):
-    """The store's own engine, without a planner: groups are read from their places while others
-    are written to theirs."""
+    """The store's engine without a planner: reads some groups while it writes others."""
 
     def __init__(self, directory: Path, mix: Mix) -> None:
         super().__init__(directory)
@@ -64,7 +67,7 @@ class Mixed(Engine):
             self.entries.append(GroupEntry(group, spec, source, mutable=True, spill_extent=place))
 
     def run(self, depth: int) -> fio.Rate:
-        """Move everything, `depth` groups at once."""
+        """Move everything, with `depth` groups in flight."""
         reading = self.reading("never")
 
         def job(item: tuple[int, int]) -> Callable[[], None]:
@@ -84,7 +87,7 @@ class Mixed(Engine):
         self.spill.save_in(entry.spill_extent, data, self._workers.run_parallel)
 
     def runs(self) -> dict[str, Callable[[], fio.Rate]]:
-        """Return everything at each of the depths."""
+        """Return the runs at all depths, by name."""
         return {
             f"the store's engine, {depth} groups at once": functools.partial(self.run, depth)
             for depth in DEPTHS
@@ -97,9 +100,9 @@ class Mixed(Engine):
 
 
 class ByFio:
-    """The same by fio, where it is installed: mixed at random, to a file that was written before.
+    """The same by fio, if it is installed: random reads and writes of an existing file.
 
-    Blocks are those that suit fio best: groups that are larger are cut by the engine too.
+    Block sizes are fio's best; the engine also splits larger groups.
     """
 
     def __init__(self, path: Path, mix: Mix) -> None:
@@ -111,12 +114,12 @@ class ByFio:
             fio.run(path, "psync 16M x4", self._nbytes, "--rw=write", "--fallocate=posix")
 
     def run(self, configuration: str) -> fio.Rate:
-        """Move as much as the engine does."""
+        """Move as many bytes as the engine."""
         mixed = ("--rw=rw", f"--rwmixread={self._reads}", "--overwrite=1")
         return fio.run(self._path, configuration, self._nbytes, *mixed)
 
     def runs(self) -> dict[str, Callable[[], fio.Rate]]:
-        """All of fio's configurations."""
+        """Return the runs of all fio configurations, by name."""
         return {f"fio {name}": functools.partial(self.run, name) for name in self.configurations}
 
     def close(self) -> None:

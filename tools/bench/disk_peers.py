@@ -1,7 +1,7 @@
-"""How else one would get a safetensors file into memory, or tensors into a file, for `disk.py`.
+"""Alternative ways to read a safetensors file and to write tensors, for `disk.py`.
 
-Each reader fills tensors that exist already: the ones of `memory`, by name. Each writer makes files
-that survive a power cut, one for each tensor.
+Each reader fills the existing tensors of `memory`, by name. Each writer creates one file per
+tensor, which survives a power cut.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def read_with_aiofiles(path: Path, room: memoryview) -> None:
 
 
 def read_in_threads(path: Path, room: memoryview, flags: int = 0) -> None:
-    """`preadv` on several threads, each with a buffer of its own. Whole blocks only."""
+    """Read with `preadv` on several threads, each with its own buffer. Whole blocks only."""
     descriptor = os.open(path, os.O_RDONLY | flags)
     offsets = iter(range(0, os.fstat(descriptor).st_size // BLOCK * BLOCK, BLOCK))
 
@@ -88,7 +88,7 @@ def save_with_safetensors(directory: Path, tensors: Tensors) -> None:
 
 
 def write_plainly(directory: Path, tensors: Tensors) -> None:
-    """Through the page cache, and synced: what `open` and `write` do."""
+    """Write through the page cache with `open` and `write`, and sync."""
     for name, tensor in tensors.items():
         with open(directory / name, "wb", buffering=0) as file:
             file.write(tensor.view(torch.uint8).numpy())
@@ -97,7 +97,7 @@ def write_plainly(directory: Path, tensors: Tensors) -> None:
 
 
 def small_pages(nbytes: int) -> memoryview:
-    """Memory in 4 KiB pages, populated."""
+    """Allocate populated memory in 4 KiB pages."""
     mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapped.madvise(mmap.MADV_NOHUGEPAGE)
     np.frombuffer(mapped, np.uint8)[:] = 1

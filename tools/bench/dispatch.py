@@ -1,20 +1,20 @@
-"""Text from a model that is dispatched: tierstore against accelerate, with little RAM and with much
+"""Text generation with a dispatched model: tierstore against accelerate, with little and ample RAM
 
-A Llama of 2.1 GB (float32, 18 layers, a sharded safetensors checkpoint) writes text, the likeliest
-token each time, with a cache of keys and values. Compared are `load_checkpoint_and_dispatch` of
-tierstore and of accelerate (`device_map="auto"`, with the same RAM for weights), accelerate's
-`disk_offload`, the `device_map` of transformers' `from_pretrained` (accelerate's hooks, and an
-index into the checkpoint), and the plain model, whose weights are maps of the files. All on disk,
-`device_map={"": "disk"}`, is an error in accelerate with safetensors, and what `disk_offload` does.
+A Llama of 2.1 GB (float32, 18 layers, a sharded safetensors checkpoint) generates text greedily,
+with a KV cache. The contenders are `load_checkpoint_and_dispatch` of tierstore and of accelerate
+(`device_map="auto"`, with the same RAM for weights), accelerate's `disk_offload`, the `device_map`
+of transformers' `from_pretrained` (accelerate's hooks with an index into the checkpoint), and the
+plain model, whose weights are maps of the files. Everything on disk, `device_map={"": "disk"}`, is
+an error in accelerate with safetensors; `disk_offload` does that.
 
-Below the working set: a control group of 900 MiB of RAM, where page cache counts and the process
-itself takes a third. Where accelerate is killed there, because glibc keeps freed memory, it runs
-again with a setting of glibc that gives it back at once, and the page says so. Above it: no limit,
-and a budget in which the model fits; then accelerate's `device_map` puts all on the CPU.
+Below the working set: a control group of 900 MiB of RAM including page cache, of which the process
+itself takes a third. If accelerate is killed there because glibc keeps freed memory, it runs again
+with a glibc setting that returns it at once, and the page says so. Above the working set: no limit,
+and a budget that holds the model; then accelerate's `device_map` puts everything on the CPU.
 
-Each run is a process of its own with a cold page cache and an empty folder; the contenders take
-turns. The tokens of a run after the third count, by their median; the first, which reads all, is
-apart. Bytes are those that the process made the disk read and write.
+Each run is a separate process with a cold page cache and an empty folder; the contenders take
+turns. Figures are medians over the tokens after the third; the first token, which reads everything,
+is listed separately. Bytes are those that the process made the disk read and write.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PACKAGES = ("torch", "transformers", "accelerate")
 ROUNDS = 3
 FULL = llama.Shape(hidden=1536, intermediate=4096, layers=18)
 SMALL = llama.Shape(hidden=256, intermediate=512, layers=6, shard="5MB")
-FIRST_THAT_COUNTS = 3  # tokens before it: the order of use is learned, caches fill
+FIRST_COUNTED = 3  # earlier tokens learn the order of use and fill caches
 CPU = torch.device("cpu")
 BELOW, ABOVE = "below", "above"
 OURS, PLAIN, DISK = "tierstore", "plain maps", "accelerate, disk_offload"
@@ -67,7 +67,7 @@ def by_disk_offload(checkpoint: Path, folder: Path, budget: int, stack: ExitStac
 def by_loading_and_dispatching(
     checkpoint: Path, folder: Path, budget: int, stack: ExitStack
 ) -> Any:
-    """The first layers in RAM, as many as fit, and the others in files of accelerate's format."""
+    """Use accelerate: as many first layers in RAM as fit, the rest in files of its format."""
     return accelerate.load_checkpoint_and_dispatch(
         llama.empty_for(checkpoint),
         checkpoint,
@@ -79,7 +79,7 @@ def by_loading_and_dispatching(
 
 
 def by_transformers(checkpoint: Path, folder: Path, budget: int, stack: ExitStack) -> Any:
-    """The same device map, but layers on disk are read from the checkpoint."""
+    """Use transformers with the same device map; layers on disk are read from the checkpoint."""
     memory = {"cpu": budget}
     return plain(checkpoint, device_map="auto", max_memory=memory, offload_folder=folder)
 
@@ -94,7 +94,7 @@ CONTENDERS: dict[str, Callable[[Path, Path, int, ExitStack], Any]] = {
 
 
 class Watched(llama.Written):
-    """Text, with the bytes read at each token."""
+    """Generated text, with the bytes read at each token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def differences(values: list[Any]) -> list[Any]:
 
 
 def written(name: str, checkpoint: Path, folder: Path, budget: int, tokens: int) -> Run:
-    """Write text as a contender does. Seconds and bytes read are medians by token."""
+    """Generate text with a contender. Seconds and bytes read are medians per token."""
     llama.warm_up()
     _, before = machine.disk_bytes()
     folder.mkdir()
@@ -124,8 +124,8 @@ def written(name: str, checkpoint: Path, folder: Path, budget: int, tokens: int)
     return {
         "load": load,
         "first": seconds[0],
-        "seconds": median(seconds[FIRST_THAT_COUNTS:]),
-        "read": median(read[FIRST_THAT_COUNTS:]),
+        "seconds": median(seconds[FIRST_COUNTED:]),
+        "read": median(read[FIRST_COUNTED:]),
         "written": machine.disk_bytes()[1] - before,
         "start": peak.start,
         "gained": peak.gained,
@@ -136,7 +136,7 @@ def written(name: str, checkpoint: Path, folder: Path, budget: int, tokens: int)
 
 
 def likeness(runs: list[Run], reference: Run) -> str:
-    """Compare text and logits with those of the plain model that has all the RAM it wants."""
+    """Compare text and logits to those of the plain model without a memory limit."""
     if any(run["tokens"] != reference["tokens"] for run in runs):
         return "DIFFERENT TEXT"
     differs = max((run["logits"] - reference["logits"]).abs().max().item() for run in runs)
@@ -162,7 +162,7 @@ def measure(bench: Bench) -> Iterator[Claim]:
     )
 
     def to(regime: str, name: str, other: str = OURS) -> list[float]:
-        """Seconds per token of a contender to those of another, round by round."""
+        """Return the ratios of two contenders' seconds per token, round by round."""
         return ratios(*(column(found[regime, each], "seconds") for each in (name, other)))
 
     weights = found[BELOW, OURS][0]["weights"]
@@ -189,25 +189,26 @@ def measure(bench: Bench) -> Iterator[Claim]:
         if killed := sum(run.get("frugal", False) for run in found[BELOW, name]):
             bench.page.text(
                 f"The system killed {name} in {killed} of {bench.rounds} runs below the working "
-                f"set, as glibc keeps freed memory. It then ran with `{'='.join(*FRUGAL.items())}`."
+                "set, because glibc keeps freed memory. It then ran with "
+                f"`{'='.join(*FRUGAL.items())}`."
             )
     start = max(run["start"] for runs in found.values() for run in runs)
     bench.page.text(
-        "The peak is anonymous memory over that of the process before there was a model "
-        f"({start / 2**20:,.0f} MiB). MB written are those of loading and of all {tokens} tokens. "
-        f"Above the working set, tierstore to the plain model: {spread(to(ABOVE, OURS, PLAIN))}. "
+        "The peak is anonymous memory above that of the process before it built a model "
+        f"({start / 2**20:,.0f} MiB). MB written include loading and all {tokens} tokens. "
+        f"Above the working set, tierstore / plain model: {spread(to(ABOVE, OURS, PLAIN))}. "
         f"{bench.rounds} rounds; medians, and ranges in parentheses."
     )
     for peer in (each for each in (DISK, SPLIT) if (BELOW, each) in found):
         slower = median(to(BELOW, peer))
-        yield Claim(f"below, {peer} takes at least 1.8 times as long", slower, at_least=1.8)
+        yield Claim(f"below: time of {peer} / time of tierstore", slower, at_least=1.8)
     slower = median(to(ABOVE, OURS, DISK))
-    yield Claim(f"above, no slower than {DISK} (time to time)", slower, at_most=1.0)
+    yield Claim(f"above: time / time of {DISK}", slower, at_most=1.0)
     mine = found[BELOW, OURS] + found[ABOVE, OURS]
     same = all(run["tokens"] == reference["tokens"] for run in mine)
-    yield Claim("the text is that of the plain model", float(same), at_least=1)
+    yield Claim("the text equals that of the plain model", float(same), at_least=1)
     yield Claim(
         "tierstore writes next to nothing, MB", max(column(mine, "written")) / 1e6, at_most=0.1
     )
     over = (max(column(found[BELOW, OURS], "gained")) - budgets[BELOW]) / 2**20
-    yield Claim("below, its peak is at most 64 MiB over the budget", over, at_most=64)
+    yield Claim("below: MiB of its peak over the budget", over, at_most=64)

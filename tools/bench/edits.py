@@ -1,10 +1,10 @@
-"""Editing all weights of what does not fit
+"""Editing all weights of a model larger than RAM
 
-A Flux transformer of 3.8 GB in float32 (6 double and 12 single blocks of 12 heads), of one
-safetensors file, with a budget of 300 MB. Each way is a process of its own. Measured is the largest
-anonymous memory from before the model is put on the store until it has run with the edited
-weights, over what the process had before. The claim: the budget and two groups. The control keeps a
-list of all parameters, so the store cannot tell when one of them is done with.
+A Flux transformer of 3.8 GB in float32 (6 double and 12 single blocks of 12 heads), from one
+safetensors file, with a budget of 300 MB. Each way is a separate process. The figure is the peak of
+anonymous memory, above that of the process before, from offloading the model until it has run with
+the edited weights. The claim: the budget and two groups. The control keeps a list of all
+parameters, so the store cannot detect when an edit of one is finished.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LINEARS = ["to_q", "to_k", "to_v", "to_out.0", "proj_mlp", "proj_out", "net.0.pr
 CONTROL, LORA = "a list of parameters: the control", "fuse_lora"
 
 State = Mapping[str, torch.Tensor]
-"""The checkpoint's tensors by name: maps of its file."""
+"""The checkpoint's tensors by name, as maps of its file."""
 
 
 def _data(model: Any, handle: OffloadHandle, state: State) -> None:
@@ -77,7 +77,7 @@ def _merged(name: str, state: State, model: Any) -> torch.Tensor:
 
 
 def _other(name: str, state: State) -> str:
-    """Return the name of the same weight in the block as far from the other end."""
+    """Return the name of the same weight in the mirrored block."""
     found = re.match(r"((?:single_)?transformer_blocks\.)(\d+)(\..*)", name)
     if found is None:
         return name
@@ -100,19 +100,19 @@ WAYS: dict[str, tuple[Callable[[Any, OffloadHandle, State], None], Expected]] = 
     ),
     CONTROL: (_listed, DOUBLED),
 }
-"""Ways to edit all weights, and the value that each weight should have then."""
+"""Ways to edit all weights, with the expected value of each weight."""
 
 
 @torch.no_grad()
 def edited(name: str, checkpoint: Path, directory: Path, budget: int) -> Run:
-    """Edit all weights in one way. Returns bytes and seconds."""
+    """Edit all weights in one way. Return bytes and seconds."""
     edit, expected = WAYS[name]
     model = flux.load(checkpoint)
     (file,) = checkpoint.glob("*.safetensors")
     state = load_file(file)
     if name == LORA:
         model.add_adapter(LoraConfig(r=8, target_modules=LINEARS, init_lora_weights=False))
-    nn.Linear(512, 512)(torch.zeros(1, 512))  # torch sets up its threads once
+    nn.Linear(512, 512)(torch.zeros(1, 512))  # starts torch's threads
     with AnonymousPeak() as peak, TierStore(budget, directory, device="cpu") as store:
         handle = enable_group_offload(model, store)
         group = max(each.nbytes for each in store.snapshot().groups)
@@ -141,8 +141,8 @@ def measure(bench: Bench) -> Iterator[Claim]:
     }
     bench.page.text(
         f"Weights {nbytes / 1e6:,.0f} MB, budget {budget / 1e6:,.0f} MB, largest group "
-        f"{max(run['group'] for run in found.values()) / 1e6:,.1f} MB. Memory is RssAnon over what "
-        "it was before, in MB."
+        f"{max(run['group'] for run in found.values()) / 1e6:,.1f} MB. Memory is the increase of "
+        "RssAnon, in MB."
     )
     columns = {
         "s": value("seconds", 1),
@@ -154,7 +154,7 @@ def measure(bench: Bench) -> Iterator[Claim]:
     }
     bench.page.compare("", found, columns)
     for name, run in found.items():
-        yield Claim(f"{name}: every weight is right", run["right"], at_least=1)
+        yield Claim(f"{name}: all weights are correct", run["right"], at_least=1)
         if name == CONTROL:
             least = nbytes / 2e6
             yield Claim(f"{name}: MB over the budget", run["over"] / 1e6, at_least=least)

@@ -1,18 +1,18 @@
 """Mixtures of experts, token by token: tierstore against accelerate, with a quarter of the weights
 
-Two models with random weights in float32, of about 1.6 GB each: one in the shape of Qwen2-MoE (60
-experts in each layer, 4 of them for each token, and a shared one), one in that of Mixtral (8
-experts, 2 of them). They are given random tokens, one by one, with a cache of keys and values.
-Embeddings are large beside what attention adds, so that the router goes by the token, and chooses
-nearly at random. Models that were trained use experts again sooner than that.
+Two models with random float32 weights of about 1.6 GB: one with the shape of Qwen2-MoE (60 experts
+per layer, 4 of them per token, and a shared one), one with that of Mixtral (8 experts, 2 per
+token). Each decodes random tokens, one by one, with a KV cache. Embeddings are large compared to
+the output of attention, so the router depends on the token and selects almost at random. Trained
+models reuse experts sooner.
 
-A budget of 25 % of the weights, in a control group of RAM in which page cache counts. Compared are
-`from_pretrained` of tierstore and accelerate's `disk_offload`. Each run is a process of its own
-with a cold page cache; the contenders take turns. What both write before a model first runs (stacks
-of the checkpoint's experts, accelerate's folder) is written before, without a limit.
+The budget is 25 % of the weights, in a control group of RAM including page cache. The contenders
+are `from_pretrained` of tierstore and accelerate's `disk_offload`. Each run is a separate process
+with a cold page cache; the contenders take turns. Files that they write before the first run
+(stacks of the checkpoint's experts, accelerate's folder) are written beforehand, without a limit.
 
-In a run of its own, a hook before each module of experts compares the router's choice with
-`store.snapshot()`: the bytes of experts that were chosen and not in RAM.
+In a separate run, a hook before each experts module compares the router's selection to
+`store.snapshot()`, to count the bytes of selected experts that are not in RAM.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ transformers.utils.logging.set_verbosity_error()
 PACKAGES = ("torch", "transformers", "accelerate")
 ROUNDS = 3
 OURS, COUNTED, DISK = "tierstore", "tierstore, counted", "accelerate, disk_offload"
-EMBEDDING = 50.0  # times what transformers begins with: a variance of 1
+EMBEDDING = 50.0  # scales transformers' initial embeddings to a variance of 1
 SHARE = 0.25  # of the weights: the budget
 LIMIT = 1000 << 20
 MODEL = transformers.AutoModelForCausalLM
@@ -53,7 +53,7 @@ EAGER = {"experts_implementation": "eager"}
 
 @dataclass(frozen=True)
 class Shape:
-    """Numbers per token and in an expert, layers; 60 experts and a shared one, or 8."""
+    """Elements per token and in an expert, and layers; 60 experts and a shared one, or 8."""
 
     qwen: bool
     hidden: int
@@ -86,7 +86,7 @@ SMALL = {"Qwen2-MoE": Shape(True, 128, 64, 2), "Mixtral": Shape(False, 128, 256,
 
 @dataclass
 class Decoded:
-    """For each token: when it was decoded (seconds), the bytes read until then, its logits."""
+    """For each token: its time (seconds), the bytes read until then, and its logits."""
 
     times: list[float] = field(default_factory=list)
     read: list[int] = field(default_factory=list)
@@ -95,7 +95,7 @@ class Decoded:
 
 @torch.inference_mode()
 def decode(model: Any, count: int, bytes_read: Callable[[], int] = lambda: 0) -> Decoded:
-    """Give a model so many random tokens, one by one."""
+    """Decode `count` random tokens, one by one."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(model.config.vocab_size, (count, 1, 1), generator=generator)
     cache = transformers.DynamicCache(config=model.config)
@@ -109,8 +109,10 @@ def decode(model: Any, count: int, bytes_read: Callable[[], int] = lambda: 0) ->
 
 
 class Counter:
-    """Counts, before each module of experts runs, the bytes that it will use, and of these those
-    that are not in RAM. The store's key of one expert's weights ends in `[expert]`."""
+    """Counts the bytes that each experts module is about to use, and those of them not in RAM.
+
+    The store's key of an expert's weights ends in `[expert]`.
+    """
 
     def __init__(self, model: Any, store: tierstore.TierStore) -> None:
         self.routed = self.missing = 0
@@ -133,8 +135,8 @@ class Counter:
 
 
 def decoded(name: str, place: Path, budget: int, tokens: int) -> Run:
-    """Decode as a contender does. Returns figures by token."""
-    for shape in SMALL.values():  # imports, and starts threads: no part of any model's cost
+    """Decode with a contender. Return figures per token."""
+    for shape in SMALL.values():  # imports modules and starts threads before the measurement
         decode(MODEL.from_config(shape.config(), **EAGER).eval(), 2)
     found: Run = {}
     with AnonymousPeak() as peak:
@@ -160,7 +162,7 @@ def decoded(name: str, place: Path, budget: int, tokens: int) -> Run:
 
 
 def counted(model: Any, store: tierstore.TierStore, tokens: int, found: Run) -> Decoded:
-    """Decode, and note the counts of the hooks and of the store at each token."""
+    """Decode, and record the counts of the hooks and of the store at each token."""
     counter = Counter(model, store)
     notes: list[tuple[int, int, int, int]] = []
 
@@ -186,7 +188,7 @@ def ours(place: Path, store: tierstore.TierStore) -> Any:
 
 @torch.no_grad()
 def prepare(shape: Shape, place: Path, tokens: int) -> Run:
-    """Write the checkpoint, accelerate's folder and the store. Returns the plain logits."""
+    """Write the checkpoint, accelerate's folder and the store. Return the plain logits."""
     torch.manual_seed(0)
     model = MODEL.from_config(shape.config())
     model.model.embed_tokens.weight.mul_(EMBEDDING)
@@ -207,7 +209,7 @@ def prepare(shape: Shape, place: Path, tokens: int) -> Run:
 
 
 def prepared(shape: Shape, place: Path, tokens: int) -> Run:
-    """Prepare a model in a process of its own. One from an earlier run is kept."""
+    """Prepare a model in a separate process, or reuse one of an earlier run."""
     kept = place / "plain.pt"
     found: Run = torch.load(kept, weights_only=False) if kept.exists() else {}
     if found.get("shape") != shape:
@@ -238,7 +240,7 @@ def measure(bench: Bench) -> Iterator[Claim]:
         found[COUNTED] = [run(COUNTED)]
         yield from claims(bench, model, plain, found, limit)
     for name, (count, first) in {OURS: tokens, DISK: peer_tokens}.items():
-        bench.page.text(f"{name}: {count} tokens, of which those after {first} count.")
+        bench.page.text(f"{name}: {count} tokens; the first {first} are not counted.")
     bench.page.text(
         f"{bench.rounds} rounds; medians over tokens and rounds, ranges over rounds in "
         "parentheses; the second table has means over tokens."
@@ -246,7 +248,7 @@ def measure(bench: Bench) -> Iterator[Claim]:
 
 
 def claims(bench: Bench, model: str, plain: Run, found: Any, limit: int) -> Iterator[Claim]:
-    """Show the figures of a model, and compare them with what is claimed."""
+    """Add the figures of a model to the page, and yield its claims."""
     bench.page.text(
         f"{model}: {plain['weights'] / 1e6:,.0f} MB of weights, {plain['experts'] / 1e6:,.0f} MB "
         f"of them experts; a budget of {SHARE * plain['weights'] / 1e6:,.0f} MB, "
@@ -265,7 +267,7 @@ def claims(bench: Bench, model: str, plain: Run, found: Any, limit: int) -> Iter
     bench.page.compare("", {name: found[name] for name in (OURS, DISK)}, columns)
     names = ("routed", "missing", "read", "routed_bytes_used", "routed_bytes_read")
     each = {name: statistics.mean(found[COUNTED][0]["by token"][name]) for name in names}
-    titles = ("chosen", "of these not in RAM", "read", "routed_bytes_used", "routed_bytes_read")
+    titles = ("selected", "selected, not in RAM", "read", "routed_bytes_used", "routed_bytes_read")
     cells = [f"{nbytes / 1e6:,.1f}" for nbytes in each.values()]
     bench.page.table((f"{model}, MB per token", *titles), [[COUNTED, *cells]])
     bench.page.text(
@@ -275,19 +277,23 @@ def claims(bench: Bench, model: str, plain: Run, found: Any, limit: int) -> Iter
     for name in (OURS, DISK):
         if any(run.get("frugal") for run in found[name]):
             setting = "=".join(*FRUGAL.items())
-            bench.page.text(f"{name} was killed, as glibc keeps freed memory; then `{setting}`.")
+            bench.page.text(
+                f"{name} was killed because glibc keeps freed memory; then it ran with `{setting}`."
+            )
     read = each["read"] / each["missing"] if each["missing"] else math.inf
-    text = "bytes read, to those of experts chosen and not in RAM"
+    text = "bytes read / bytes of selected experts not in RAM"
     yield Claim(f"{model}: {text}", read, at_most=1.1)
-    yield Claim(f"{model}: {DISK} takes at least 5 times as long", median(slower), 5)
+    yield Claim(f"{model}: time of {DISK} / time of tierstore", median(slower), 5)
     same = likeness(found[OURS] + found[COUNTED], plain["logits"]) == "equal"
-    yield Claim(f"{model}: logits are those of the plain model", float(same), at_least=1)
+    yield Claim(f"{model}: logits equal those of the plain model", float(same), at_least=1)
     exact = each["routed_bytes_used"] == each["routed"]
-    yield Claim(f"{model}: the store counts as the hooks do", float(exact), at_least=1)
+    yield Claim(
+        f"{model}: the counts of the store and the hooks are equal", float(exact), at_least=1
+    )
 
 
 def likeness(runs: list[Run], plain: torch.Tensor) -> str:
-    """Compare logits with those of the plain model, of as many tokens."""
+    """Compare logits to those of the plain model, for the same tokens."""
     pairs = [(run["logits"], plain[: len(run["logits"])]) for run in runs]
     if all(torch.equal(one, other) for one, other in pairs):
         return "equal"

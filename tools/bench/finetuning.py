@@ -1,23 +1,23 @@
-"""A LoRA on a frozen Llama that does not fit in RAM: memory, and seconds per step against the limit
+"""A LoRA on a frozen Llama larger than RAM: memory, and seconds per step against the limit
 
 A Llama of 2.1 GB (float32, 18 layers, a sharded checkpoint) and a LoRA of peft (r=8, on the query
-and value projections), trained with AdamW on 64 random tokens a step.
+and value projections), trained with AdamW on 64 random tokens per step.
 
 Memory: three steps with gradient checkpointing and a budget of 400 MB, in a control group of 1,000
-MiB, where page cache counts. Each way is a process of its own with a cold page cache. The controls
-have no store. One loads the same files, whose pages the system may take back and read again; one
-loads a checkpoint in bfloat16, as most are published, cast to float32. Accelerate's `disk_offload`
-comes before peft or after it.
+MiB including page cache. Each way is a separate process with a cold page cache. The controls have
+no store: one loads the same files, whose pages the system can evict and read again; one loads a
+bfloat16 checkpoint, as most are published, and casts it to float32. Accelerate's `disk_offload` is
+applied before or after peft.
 
-Speed: budgets of 25 % and 50 % of the base, with gradient checkpointing and without it, each of the
-two in a process of its own. In it the ordinary model, with all weights in RAM, and those on a store
-take turns, step by step, so that a load that changes meets all alike; the store reads past the page
-cache. Nobody can be faster than the limit: the longer of the ordinary step and of the reading of
-what misses, 2 x (base - budget), as forward and backward both need each weight, at the speed of
-direct reads of the same files in that round.
+Speed: budgets of 25 % and 50 % of the base, with and without gradient checkpointing, each of the
+two in a separate process. There, the ordinary model (all weights in RAM) and those on a store take
+turns step by step, so that a changing load affects all alike. The store bypasses the page cache.
+The limit is a lower bound of a step: the longer of the ordinary step and of reading the missing
+bytes, 2 x (base - budget) since forward and backward both need each weight, at the speed of direct
+reads of the same files in that round.
 
-What a store reads while another model has its turn counts for the next step: as bytes, and as the
-seconds that direct reads take for them.
+Bytes that a store reads during another model's turn count for its next step: as bytes, and as the
+seconds that direct reads of them take.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ SMALL = llama.Shape(hidden=256, intermediate=512, layers=6, shard="5MB")
 LIMIT = 1000 << 20
 SHARES = (0.25, 0.5)
 STEPS = 3
-PATIENCE = 300  # seconds for a peer in a control group, where it may hardly go on
-WARM_UP = 2  # steps before the rounds: the order of use is learned
+PATIENCE = 300  # time limit in seconds of a peer in a control group, where it may thrash
+WARM_UP = 2  # steps before the rounds, to learn the order of use
 
 ORDINARY, OURS, CAST = "ordinary", "tierstore", "ordinary, cast to float32"
 PEER, PEER_LAST = "disk_offload, then peft", "peft, then disk_offload"
@@ -63,7 +63,7 @@ def load(checkpoint: Path) -> Any:
 
 
 def with_lora(base: Any, recomputes: bool) -> Any:
-    """Add a LoRA as everyone does: peft freezes the base."""
+    """Add a LoRA in the usual way: peft freezes the base."""
     torch.manual_seed(0)
     model = peft.get_peft_model(base, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
     if recomputes:
@@ -72,7 +72,7 @@ def with_lora(base: Any, recomputes: bool) -> Any:
 
 
 def train(model: Any, store: tierstore.TierStore | None) -> Iterator[Run]:
-    """Yield steps without end: seconds, bytes, and how often and how long each waited."""
+    """Train forever. Yield the figures of each step: seconds, bytes, and numbers of waits."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     generator = torch.Generator().manual_seed(1)
@@ -104,7 +104,7 @@ def train(model: Any, store: tierstore.TierStore | None) -> Iterator[Run]:
 
 
 def some_steps(way: str, place: Path, budget: int, directory: Path) -> Run:
-    """Train a few steps with gradient checkpointing."""
+    """Train for a few steps with gradient checkpointing."""
     with AnonymousPeak() as peak, contextlib.ExitStack() as stack:
         base = load(place / ("bfloat16" if way == CAST else "checkpoint"))
         nbytes, store = llama.weight_bytes(base), None
@@ -121,7 +121,7 @@ def some_steps(way: str, place: Path, budget: int, directory: Path) -> Run:
 
 
 def take_turns(how: str, place: Path, rounds: int, scratch: Path) -> Run:
-    """Step by step: the ordinary model, one on a store for each share, and the disk alone."""
+    """Run steps in turns: the ordinary model, one on a store per share, and the disk alone."""
     files = sorted((place / "checkpoint").glob("*.safetensors"))
     with contextlib.ExitStack() as stack:
         ordinary = load(place / "checkpoint")
@@ -140,7 +140,7 @@ def take_turns(how: str, place: Path, rounds: int, scratch: Path) -> Run:
 
 
 def in_a_group(way: str, place: Path, budget: int, directory: Path) -> Run:
-    """Train with little memory. Returns only `ended`, the reason, if it did not come to an end."""
+    """Train with little memory. If training fails, return only `ended`, the reason."""
     peer = way in (PEER, PEER_LAST)
     with MemoryGroup(LIMIT) as group:
         try:
@@ -157,13 +157,13 @@ def in_a_group(way: str, place: Path, budget: int, directory: Path) -> Run:
 
 
 def memory(bench: Bench) -> Iterator[Claim]:
-    """Measure what fits a small group, and what does not."""
+    """Measure which ways fit in a small control group."""
     place, budget = bench.kept, 8_000_000 if bench.small else 400_000_000
     reference: Run = apart(some_steps, ORDINARY, place, 0, bench.scratch / "none")
     expected = column(reference["steps"], "loss")
     found = {}
     for way in (ORDINARY, OURS, CAST, PEER, PEER_LAST):
-        bench.chill()
+        bench.drop_cache()
         found[way] = in_a_group(way, place, budget, bench.scratch / way)
     bench.page.text(
         f"Memory: {reference['base'] / 1e6:,.0f} MB of base, a budget of {budget / 1e6:,.0f} MB, "
@@ -188,12 +188,12 @@ def memory(bench: Bench) -> Iterator[Claim]:
     rows = [row(name, run) for name, run in {"no limit": reference, **found}.items()]
     bench.page.table(titles, rows)
     bench.page.text(
-        "MB read and written are the process's, for the last step. The peak is that of the group, "
-        "page cache included; anonymous memory, over what the process had before."
+        "MB read and written are those of the process in the last step. The peak is that of the "
+        "control group including page cache; anonymous memory is relative to the process before."
     )
     ours = found[OURS]["steps"]
     equal = column(ours, "loss") == expected
-    yield Claim("memory: losses are those of the ordinary run, bit for bit", equal, at_least=1)
+    yield Claim("memory: losses are bit-identical to those of the ordinary run", equal, at_least=1)
     written = sum(column(ours, "bytes_written"))
     yield Claim("memory: bytes that the store wrote in all steps", written, at_most=0)
     for way in (ORDINARY, CAST):
@@ -202,7 +202,7 @@ def memory(bench: Bench) -> Iterator[Claim]:
 
 
 def speed(bench: Bench) -> Iterator[Claim]:
-    """Compare seconds per step with the limit, with checkpointing and without."""
+    """Compare seconds per step to the limit, with and without checkpointing."""
     rows, speeds = [], []
     for how in (RECOMPUTES, KEEPS):
         found = apart(take_turns, how, bench.kept, bench.rounds, bench.scratch)
@@ -223,24 +223,24 @@ def speed(bench: Bench) -> Iterator[Claim]:
                 "ordinary, s": spread(usual),
                 "limit, s": spread(limits),
                 "tierstore, s": spread(seconds),
-                "of it forward": f"{median(column(ours, 'forward')):.2f}",
-                "to the limit": spread(to_limit),
+                "forward": f"{median(column(ours, 'forward')):.2f}",
+                "step / limit": spread(to_limit),
                 "missing, MB": f"{missing / 1e6:,.0f}",
                 "read, MB": f"{median(read) / 1e6:,.0f}",
                 "stalled, s": spread(column(ours, "stalled_seconds")),
                 ", ".join(COUNTS): ", ".join(f"{median(column(ours, n)):.0f}" for n in COUNTS),
-                "CPU s, ordinary and so": ", ".join(
+                "CPU s: ordinary, store": ", ".join(
                     f"{median(column(steps, 'computing')):.1f}" for steps in (ordinary, ours)
                 ),
             }
             rows.append(row)
-            yield Claim(f"{name}: to the limit", median(to_limit), at_most=1.15)
+            yield Claim(f"{name}: step / limit", median(to_limit), at_most=1.15)
             equal = column(ordinary, "loss") == column(ours, "loss")
             yield Claim(f"{name}: losses are equal", equal, at_least=1)
     bench.page.table(list(rows[0]), [list(row.values()) for row in rows])
     bench.page.text(
-        f"Speed: figures of one step; {bench.rounds} rounds, in another order each; medians, and "
-        f"ranges in parentheses. Direct reads: {spread(speeds)} GB/s."
+        f"Speed: figures per step; {bench.rounds} rounds in varying order; medians, and ranges in "
+        f"parentheses. Direct reads: {spread(speeds)} GB/s."
     )
 
 

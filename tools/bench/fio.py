@@ -1,4 +1,4 @@
-"""What `fio` makes of the same files: the reference of the disk benchmark."""
+"""Runs `fio` on the same files, as the reference of the disk benchmark."""
 
 from __future__ import annotations
 
@@ -14,43 +14,45 @@ MIB = 1 << 20
 READS = ("psync 16M x4", "psync 32M x2", "libaio 1M q16", "libaio 8M q4", "io_uring 1M q16",
          "io_uring 4M q4", "io_uring 8M q4")  # fmt: skip
 ROOMY = "psync 16M x16"
-"""Its buffers, 256 MiB in all, do not stay in the processor's caches, nor do those of anybody who
-keeps what was read. The others read into the same few MiB again and again, which some machines do
-faster."""
+"""A configuration whose buffers, 256 MiB in all, exceed the CPU caches.
+
+So do those of any program that keeps the data. The other configurations read into the same few MiB
+repeatedly, which is faster on some machines.
+"""
 
 ROOM = 256 * MIB
-"""Bytes of its buffers: there must be as much to read."""
+"""Bytes of its buffers, which is also the minimum to read."""
 
 LOOPS = 3
-"""How often everything is moved in one run, by fio and by the store alike."""
+"""Number of times that one run moves everything, for fio and the store alike."""
 
 WRITES = ("psync 8M x4", "psync 32M x2", "libaio 4M q4", "libaio 8M q4", "io_uring 8M q4")
 
 
 @dataclass(frozen=True)
 class Rate:
-    """What one run reached: bytes per second, and CPU seconds for each 10⁹ bytes."""
+    """The result of one run: bytes per second, and CPU seconds per 10⁹ bytes."""
 
     speed: float
     cpu: float
 
 
 def available() -> bool:
-    """Whether fio is installed."""
+    """Return True if fio is installed."""
     return shutil.which("fio") is not None
 
 
 def version() -> str:
-    """The installed version."""
+    """Return the installed version."""
     return subprocess.run(["fio", "--version"], capture_output=True, text=True).stdout.strip()
 
 
 def run(path: Path, configuration: str, nbytes: int, *options: str) -> Rate:
-    """Read or write `nbytes` bytes of a file, or some of each, past the page cache.
+    """Read or write `nbytes` bytes of a file, or both, with direct I/O.
 
     A configuration is an engine, a block size, and a queue depth (q) or number of threads (x). With
-    `--loops` it is moved more than once, and the time that fio needs to make its buffers counts for
-    less; the store's slots are there already.
+    `--loops`, everything moves several times, which reduces the weight of fio's buffer setup; the
+    store's slots already exist.
     """
     engine, block, depth = configuration.split()
     threads = int(depth[1:]) if depth[0] == "x" else 1
@@ -61,7 +63,7 @@ def run(path: Path, configuration: str, nbytes: int, *options: str) -> Rate:
         f"--offset_increment={share}", f"--io_size={share}", f"--size={share}", "--direct=1",
         "--group_reporting", "--output-format=json", "--invalidate=1", *options,
     ]  # fmt: skip
-    # Its buffers shall lie in huge pages too: the C library's malloc asks for them then.
+    # Make the C library's malloc request huge pages for fio's buffers, too.
     environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     (job,) = json.loads(done.stdout[done.stdout.index("{") :])["jobs"]

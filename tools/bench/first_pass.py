@@ -1,14 +1,14 @@
-"""The first step of a model that is read from disk: how much longer than the disk alone takes
+"""The first step of a model that is read from disk, against the disk alone
 
-The weights come from one file through page-locked host memory to a device, each for the first
-time. So all host memory is mapped, zeroed and page-locked in this step. The device is the pretend
-accelerator of the tests, which works on threads of its own. Page-locking and the disk are slowed
-down (see `slowed.py`): both are as fast as beside an H100, divided by one number, so that the work
-of this machine (two cores that copy and compute) counts for as little as it does there. A second
-disk is three times as fast: it reads faster than one thread page-locks.
+The weights move from one file through page-locked host memory to a device, each for the first time.
+So all host memory is mapped, zeroed and page-locked in this step. The device is the pretend
+accelerator of the tests, which works on separate threads. Page-locking and the disk are slowed down
+(see `slowed.py`) to the speeds of an H100 machine divided by one number, so that the work of this
+machine (two cores that copy and compute) has as little weight as there. A second disk is three
+times as fast: it reads faster than one thread page-locks.
 
-The model runs with page-locking as it is, with page-locking that takes no time, and with each slot
-page-locked before its read begins, one at a time, as the store did before.
+The model runs with normal page-locking, with page-locking that takes no time, and with each slot
+page-locked before its read begins, one at a time, as in earlier versions of the store.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from tools.bench.slowed import page_locking, slow_disk
 
 PACKAGES, ROUNDS, PRETEND = ("torch",), 5, True
 DISKS = (1.87e9, 5.61e9)
-"""Bytes per second: of the disk beside an H100, and of one three times as fast."""
+"""Bytes per second of an H100 machine's disk, and of one three times as fast."""
 LOCKING = 5.4e9
-"""Bytes per second of zeroing and page-locking on one thread, measured beside an H100."""
+"""Bytes per second of zeroing and page-locking on one thread, measured on an H100 machine."""
 BESIDE, FREE, IN_LINE = "beside the reads", "takes no time", "before each read"
 AT_MOST = 1.15
 
 
 @dataclass(frozen=True)
 class Case:
-    """Layers of `width` squared float32 weights. The disk reads `read` bytes per second here."""
+    """Layers of `width` x `width` float32 weights. The disk reads `read` bytes per second."""
 
     layers: int
     width: int
@@ -61,8 +61,8 @@ SMALL = Case(layers=6, width=512, read=0.1e9)
 
 
 @contextlib.contextmanager
-def locking_in_line() -> Iterator[None]:
-    """Page-lock memory as soon as it is made, so that no two slots are made at once."""
+def locking_before_reads() -> Iterator[None]:
+    """Page-lock memory when it is allocated, so that slots are created one at a time."""
     real = RegisteredMemory.make
 
     def make(memory: RegisteredMemory, nbytes: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ def layers(case: Case) -> nn.Sequential:
 
 
 def run(case: Case, path: Path, disk: float, locking: str) -> Run:
-    """Three steps, with the device's memory for half of the weights, and RAM for all of them."""
+    """Run three steps, with device memory for half of the weights and RAM for all."""
     with torch.device("meta"):
         model = layers(case)
     x, budget = torch.ones(1, case.width), int(1.1 * case.nbytes)
@@ -88,7 +88,7 @@ def run(case: Case, path: Path, disk: float, locking: str) -> Run:
     with (
         tempfile.TemporaryDirectory(dir=path.parent) as place,
         page_locking(float("inf") if locking == FREE else LOCKING / (disk / case.read)),
-        locking_in_line() if locking == IN_LINE else contextlib.nullcontext(),
+        locking_before_reads() if locking == IN_LINE else contextlib.nullcontext(),
         slow_disk(case.read),
         pretend.working(),
         TierStore(
@@ -99,7 +99,7 @@ def run(case: Case, path: Path, disk: float, locking: str) -> Run:
         began = time.perf_counter()
         offloaded(x.to("pretend")).cpu()
         seconds, locked = time.perf_counter() - began, pretend.registrations()
-        assert store.stats().bytes_read == case.nbytes, "all of it, once"
+        assert store.stats().bytes_read == case.nbytes, "everything is read exactly once"
         for _ in range(2):
             offloaded(x.to("pretend")).cpu()
         later = pretend.registrations() - locked
@@ -114,13 +114,13 @@ def measure(bench: Bench) -> Iterator[Claim]:
         {name: weight.contiguous() for name, weight in layers(case).state_dict().items()}, path
     )
     ways = [(DISKS[0], FREE), *((disk, way) for disk in DISKS for way in (BESIDE, IN_LINE))]
-    run(case, path, *ways[0])  # what the first run of a process has to set up
+    run(case, path, *ways[0])  # one-time setup of the process
     found = bench.turns({way: functools.partial(run, case, path, *way) for way in ways})
     speeds = " or ".join(f"{LOCKING / disk * case.read / 1e9:.3g}" for disk in DISKS)
     bench.page.text(
         f"{case.layers} groups of {case.width**2 * 4 / 2**20:.0f} MiB. The disk reads "
-        f"{case.read / 1e9:g} GB/s here, and page-locking is slowed down as much: {speeds} GB/s on "
-        "one thread."
+        f"{case.read / 1e9:g} GB/s here, and page-locking is slowed down by the same factor: "
+        f"{speeds} GB/s on one thread."
     )
     columns = {
         "first step / disk": ranged("to_disk"),
@@ -130,9 +130,7 @@ def measure(bench: Bench) -> Iterator[Claim]:
     rows = {(f"{disk / 1e9:.2f}", way): runs for (disk, way), runs in found.items()}
     bench.page.compare(("disk, GB/s", "page-locking"), rows, columns)
     for disk in DISKS:
-        text = (
-            f"{disk / 1e9:.2f} GB/s: the first step takes at most {AT_MOST} times the disk's time"
-        )
+        text = f"{disk / 1e9:.2f} GB/s: time of the first step / time of the disk"
         yield Claim(text, median(column(found[disk, BESIDE], "to_disk")), at_most=AT_MOST)
     every = [one for runs in found.values() for one in runs]
     twice = max(column(every, "locked")) - case.layers

@@ -1,7 +1,7 @@
-"""A Flux transformer of any size with random weights, and the loop that denoises with it.
+"""A Flux transformer of any size with random weights, and its denoising loop.
 
-Only the transformer runs in every step, so only the transformer is here: the text is a fixed
-random embedding, the image 64 tokens (8 by 8) or another square.
+Only the transformer, which runs in every step, is included: the text is a fixed random embedding,
+the image 64 tokens (8 x 8) or another square number.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ CLASS = diffusers.FluxTransformer2DModel
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention heads of `head_dim`, double and single blocks, a dtype by its name in torch, and
-    the seed of the weights."""
+    """Attention heads of `head_dim` elements, double and single blocks, torch dtype, and seed."""
 
     heads: int
     double: int
@@ -41,7 +40,7 @@ class Shape:
     seed: int = 0
 
     def build(self) -> Any:
-        """Return the transformer, with the weights of a new one."""
+        """Return the transformer with initial weights."""
         rope = {16: (4, 4, 8), 32: (8, 12, 12), 128: (16, 56, 56)}[self.head_dim]
         return CLASS(
             in_channels=CHANNELS,
@@ -58,7 +57,7 @@ class Shape:
 
 @torch.no_grad()
 def save(shape: Shape, directory: Path) -> Path:
-    """Write a sharded checkpoint with random weights. One from an earlier run is kept."""
+    """Write a sharded checkpoint with random weights, or reuse that of an earlier run."""
 
     def write() -> None:
         generator = torch.Generator().manual_seed(shape.seed)
@@ -75,7 +74,7 @@ def save(shape: Shape, directory: Path) -> Path:
 
 
 def load(checkpoint: Path) -> Any:
-    """Load a checkpoint as users do, at its own dtype: the weights are maps of the files."""
+    """Load a checkpoint in its own dtype, as users do: the weights are maps of the files."""
     dtype = getattr(torch, json.loads((checkpoint / RECIPE).read_text())["dtype"])
     return CLASS.from_pretrained(checkpoint, torch_dtype=dtype)
 
@@ -83,7 +82,7 @@ def load(checkpoint: Path) -> Any:
 def inputs(
     device: str = "cpu", image: int = 64, text: int = 32, dtype: torch.dtype = torch.float32
 ) -> dict[str, Any]:
-    """Return what the model is called with, for so many tokens: always the same."""
+    """Return the inputs of the model for a number of tokens; always the same."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.zeros(image, 3)
     side = int(image**0.5)
@@ -108,7 +107,7 @@ def inputs(
 def denoise(
     model: Any, steps: int, device: str = "cpu", tokens: int = 64
 ) -> Iterator[torch.Tensor]:
-    """Yield the image (packed latents) after each step, always the same for the same weights."""
+    """Yield the image (packed latents) after each step, deterministic for given weights."""
     fixed = inputs(device, tokens, dtype=next(iter(model.parameters())).dtype)
     image = fixed.pop("hidden_states")
     for step in range(steps):

@@ -1,10 +1,10 @@
 """Cost of a unit while the plan of its loop is followed
 
-Blocks of 16 tensors run one after the other: plainly, in a store that follows the plan of the loop,
-and in one that decides anew at each use. The three take turns in one process. Counted are calls of
-Python functions on the caller's thread beyond those of the plain blocks, and timed is how long it
-takes from the call of a block to the first line of its forward, and a whole pass. The device is the
-pretend accelerator of the tests.
+Blocks of 16 tensors run in sequence: without a store, in a store that follows the plan of the loop,
+and in one that decides at each use. The three take turns in one process. Figures are the Python
+function calls on the caller's thread beyond those of the plain blocks, the time from the call of a
+block to the first line of its forward, and the time of a whole pass. The device is the pretend
+accelerator of the tests.
 """
 
 from __future__ import annotations
@@ -38,12 +38,11 @@ PLACES = {
     "all on the device": ("pretend", 2.0, 2.0, 120),
     "half on the device": ("pretend", 2.0, 0.5, 120),
 }
-"""The device, the shares of the weights that RAM and the device have room for, and the calls that
-are claimed for each block."""
+"""The device, the shares of the weights that RAM and the device hold, and the claimed calls."""
 
 
 class Block(nn.Module):
-    """One unit, whatever the budget, as it has all its weights itself. Notes when it begins."""
+    """One unit at any budget, since it has all its weights itself. Records when it begins."""
 
     began = 0.0
 
@@ -65,8 +64,7 @@ class Block(nn.Module):
 
 @dataclass
 class Way:
-    """Blocks, and figures by block: calls, seconds until it begins, groups that moved; and seconds
-    of each pass."""
+    """Blocks, and their figures: calls, seconds until a block begins, moved groups, pass times."""
 
     blocks: nn.Sequential
     store: TierStore | None = None
@@ -97,7 +95,7 @@ def blocks_of(count: int, width: int) -> nn.Sequential:
 
 @torch.no_grad()
 def take_turns(ways: dict[str, Way], x: torch.Tensor, rounds: int) -> None:
-    """Run all ways in turns, and note their figures."""
+    """Run all ways in turns, and record their figures."""
     for _ in range(WARM_UP):
         for way in ways.values():
             way.blocks(x)
@@ -111,11 +109,11 @@ def take_turns(ways: dict[str, Way], x: torch.Tensor, rounds: int) -> None:
     for name, way in ways.items():
         way.tiles = (way.moved() - before[name]) / (2 * rounds * weight_bytes(way.blocks))
         followed = way.store is not None and way.store.stats().followed_seconds > 0
-        assert followed == (name == FOLLOWED), "it goes another way"
+        assert followed == (name == FOLLOWED), "the store does not follow the expected way"
 
 
 def three_ways(place: str, count: int, width: int, rounds: int, scratch: Path) -> dict[str, Way]:
-    """Run blocks plainly, and in two stores."""
+    """Run blocks without a store, and in two stores."""
     device, ram, share, _ = PLACES[place]
     ways = {PLAIN: Way(blocks_of(count, width).to(device))}
     nbytes = weight_bytes(ways[PLAIN].blocks)
@@ -150,8 +148,8 @@ def measure(bench: Bench) -> Iterator[Claim]:
     for place, (device, *_, allowed) in PLACES.items():
         way, calls = found[place, FOLLOWED]
         most = allowed + CALLS_PER_TILE * way.tiles
-        yield Claim(f"{place}: at most {most:.0f} calls for each block", calls, at_most=most)
+        yield Claim(f"{place}: calls per block", calls, at_most=most)
         if device != "cpu":
             most = BEGIN_US + BEGIN_US_PER_TILE * way.tiles
             begin = 1e6 * median(way.begin)
-            yield Claim(f"{place}: a block begins within {most:.0f} us", begin, at_most=most)
+            yield Claim(f"{place}: us until a block begins", begin, at_most=most)

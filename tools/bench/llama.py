@@ -1,6 +1,6 @@
-"""A Llama of any size with random weights, and the text that it writes, token by token.
+"""A Llama of any size with random weights, and its text generation, token by token.
 
-Its vocabulary is small, so that all its bytes are in its layers.
+Its vocabulary is small, so almost all bytes are in its layers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ PROMPT = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """Numbers per token, in the block between, and layers. Its weights are random float32."""
+    """Hidden size, intermediate size and layers. The weights are random float32."""
 
     hidden: int
     intermediate: int
@@ -49,7 +49,7 @@ class Shape:
     seed: int = 0
 
     def config(self) -> transformers.LlamaConfig:
-        """What transformers calls this model."""
+        """Return the transformers configuration of this model."""
         return transformers.LlamaConfig(
             vocab_size=VOCABULARY,
             hidden_size=self.hidden,
@@ -59,14 +59,14 @@ class Shape:
             num_key_value_heads=self.hidden // HEAD,
             max_position_embeddings=512,
             bos_token_id=None,
-            eos_token_id=None,  # it never ends by itself
+            eos_token_id=None,  # never stop early
             dtype="float32",
         )
 
 
 @torch.no_grad()
 def save(shape: Shape, directory: Path) -> Path:
-    """Write a sharded checkpoint with random weights. One from an earlier run is kept."""
+    """Write a sharded checkpoint with random weights, or reuse that of an earlier run."""
 
     def write() -> None:
         generator = torch.Generator().manual_seed(shape.seed)
@@ -75,7 +75,7 @@ def save(shape: Shape, directory: Path) -> Path:
             if weight.ndim == 1:  # a norm
                 tensors[name] = torch.ones(weight.shape)
             else:
-                edge = math.sqrt(3 / weight.shape[-1])  # a variance of 1 / numbers that are added
+                edge = math.sqrt(3 / weight.shape[-1])  # a variance of 1 / fan-in
                 made = torch.empty(weight.shape)
                 tensors[name] = made.uniform_(-edge, edge, generator=generator)
         save_torch_state_dict(tensors, directory, max_shard_size=shape.shard)
@@ -97,23 +97,23 @@ def empty_for(checkpoint: Path) -> Any:
 
 @dataclass
 class Written(BaseStreamer):
-    """What a model has written: tokens, their logits, and when each was there (seconds)."""
+    """Generated text: tokens, their logits, and the time of each (seconds)."""
 
     times: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logits: torch.Tensor | None = None
 
     def put(self, value: torch.Tensor) -> None:
-        """Called by transformers, with the prompt first."""
+        """Record a token. transformers calls this with the prompt first."""
         self.times.append(time.perf_counter())
 
     def end(self) -> None:
-        """Called by transformers."""
+        """End the text. transformers calls this."""
 
 
 @torch.no_grad()
 def write(model: Any, count: int, written: Written | None = None) -> Written:
-    """Have a model write `count` tokens, the likeliest each time."""
+    """Generate `count` tokens greedily."""
     written = written or Written()
     prompt = torch.arange(1, PROMPT + 1)[None]
     found = model.generate(
@@ -132,5 +132,5 @@ def write(model: Any, count: int, written: Written | None = None) -> Written:
 
 
 def warm_up() -> None:
-    """Import what is imported late, and start the threads: no part of any model's cost."""
+    """Import lazy modules and start threads, before any measurement."""
     write(transformers.LlamaForCausalLM(Shape(HEAD, HEAD, 1).config()).eval(), 2)

@@ -1,9 +1,9 @@
 """Passes of planned loops, against the bound
 
-Everything is simulated, with the speeds of an H100 and of the disk beside it, and computing that
-takes as long as there are bytes. The models are names and sizes, cut as their files would be. Each
-plan is verified. The *simple bound* has all memory full of what stays; the *bound* leaves out of
-that the largest unit, which is in use, and two tiles in transit on each tier.
+Everything is simulated, with the bandwidths of an H100 machine, and compute times in proportion to
+bytes. The models are names and sizes, partitioned as their files would be. Each plan is verified.
+The *simple bound* assumes that all memory holds resident groups; the *bound* excludes the largest
+unit, which is in use, and two tiles in transit on each tier.
 """
 
 from __future__ import annotations
@@ -28,19 +28,22 @@ from tools.bench.runner import Bench
 PACKAGES = ("numpy",)
 DEVICE = 12e9
 CELLS = {"all": (1.1, 1.04), "half": (0.5, 1.15), "quarter": (0.25, 1.08)}
-"""RAM as a share of the weights, and how many times the simple bound a pass may take."""
+"""RAM as a share of the weights, and the claimed ratio of a pass to the simple bound."""
 DEVICES = (0.1, 0.25, 0.5, 0.75)
 RAMS = (0.1, 0.25, 0.5, 0.75, 1.1)
 SETTLED = 1.01
-"""No pass after the fifth takes longer than the median by more."""
+"""Claimed ratio of the longest pass after the fifth to the median."""
 NEAR = 1.10
 LEAST_BYTES = 1.05
 
 
 @dataclass(frozen=True)
 class Entered:
-    """Passes of FLUX.1-dev, of which the first two were planned use by use: in units of the simple
-    bound, the third and the mean from there on; and the longest after the fifth by the median."""
+    """Passes of FLUX.1-dev, of which the first two are planned use by use.
+
+    In units of the simple bound: the third pass, and the mean from there on. Also, the ratio of the
+    longest pass after the fifth to the median.
+    """
 
     third: float
     mean: float
@@ -48,8 +51,10 @@ class Entered:
 
 
 def entered(cell: str, passes: int, *, whole_blocks: bool = False) -> Entered:
-    """Play passes of FLUX.1-dev on 12 GB of a device. With `whole_blocks`, its units are those that
-    a store has today."""
+    """Simulate passes of FLUX.1-dev with 12 GB of device memory.
+
+    With `whole_blocks`, blocks of any size are units.
+    """
     shape = shapes.flux()
     of = budgets(DEVICE, CELLS[cell][0] * shape.nbytes)
     loop = loop_of(shape, of, whole_blocks=whole_blocks)
@@ -62,7 +67,7 @@ def entered(cell: str, passes: int, *, whole_blocks: bool = False) -> Entered:
 
 @dataclass(frozen=True)
 class Reached:
-    """The plan of a loop: seconds by the bound, bytes to the device by the least, and seconds."""
+    """A plan's seconds, its ratio to the bound, and its bytes to the device by the minimum."""
 
     by_bound: float
     bytes_by_least: float
@@ -72,7 +77,7 @@ class Reached:
 
 
 def reached(loop: Loop, of: Budgets) -> Reached:
-    """Plan a loop, and verify the plan. Raises ValueError if there is none."""
+    """Plan a loop and verify the plan. Raises ValueError if there is none."""
     tile = tile_sizes(of).group
     plan = plan_loop(loop, of, H100, tile)
     if plan is None:
@@ -116,7 +121,7 @@ SEVERAL = {
 
 
 def show_entering(page: Page, small: bool) -> Iterator[Claim]:
-    """Passes from the first one on."""
+    """Add passes from the first one on."""
     found = {}
     for whole_blocks, (cell, (ram, at_most)) in itertools.product((True, False), CELLS.items()):
         one = entered(cell, 20 if small else 200, whole_blocks=whole_blocks)
@@ -124,9 +129,9 @@ def show_entering(page: Page, small: bool) -> Iterator[Claim]:
         found[units, f"{ram:.0%}"] = one
         text = f"FLUX.1-dev, 12 GB, {units}, RAM {cell}"
         if not small:  # of 20 passes, the one that enters the plan is a large part
-            mean = f"{text}: mean from the third pass, by the simple bound"
+            mean = f"{text}: mean from the third pass / the simple bound"
             yield Claim(mean, one.mean, at_most=at_most)
-        longest = f"{text}: longest pass after the fifth, by the median"
+        longest = f"{text}: longest pass after the fifth / the median"
         yield Claim(longest, one.longest, at_most=SETTLED)
     page.text("## From the first pass on, FLUX.1-dev with 12 GB of the device")
     columns = {
@@ -138,7 +143,7 @@ def show_entering(page: Page, small: bool) -> Iterator[Claim]:
 
 
 def show_units(page: Page, small: bool) -> Iterator[Claim]:
-    """Blocks as units, or cut into leaves where they are large; and larger tiles."""
+    """Add passes with blocks as units, with large blocks split into leaves, and larger tiles."""
     shape, found = shapes.flux(), {}
     for whole_blocks, tile in itertools.product((True, False), (16,) if small else (16, 32)):
         cells = []
@@ -151,14 +156,14 @@ def show_units(page: Page, small: bool) -> Iterator[Claim]:
             cells.append(seconds / shapes.simple_bound(loop, of, H100).seconds)
         found[whole_blocks, tile] = (len(loop.steps), f"{tile} MiB", *(f"{x:.3f}" for x in cells))
         if (whole_blocks, tile) == (False, 16):
-            text = "FLUX.1-dev, 12 GB, blocks cut: a pass, by the simple bound"
+            text = "FLUX.1-dev, 12 GB, blocks split: a pass / the simple bound"
             yield Claim(text, max(cells), at_most=1.04)
     page.text("## A pass once the plan is followed, by the simple bound, FLUX.1-dev with 12 GB")
     page.table(["units", "tiles", *(f"RAM {cell}" for cell in CELLS)], found.values())
 
 
 def show_grid(page: Page, small: bool) -> Iterator[Claim]:
-    """Plain loops at all budgets."""
+    """Add plain loops at all budgets."""
     rams = RAMS[:: 2 if small else 1]
     for name in list(SHAPES)[:1] if small else SHAPES:
         found = {d: [reached_by(name, d, ram).by_bound for ram in rams] for d in DEVICES}
@@ -170,19 +175,17 @@ def show_grid(page: Page, small: bool) -> Iterator[Claim]:
 
 
 def show_several(page: Page, small: bool) -> Iterator[Claim]:
-    """Several models, and training."""
+    """Add loops over several models, and training."""
     found = {}
     for name, cells in SEVERAL.items():
         for device, ram in cells[:1] if small else cells:
             one = found[name, f"{device:.0%}", f"{ram:.0%}"] = several(name, device, ram)
             text = f"{name}, {device:.0%} and {ram:.0%}"
             if "training" in name:
-                text = f"{text}: bytes to the device, by Belady's"
+                text = f"{text}: bytes to the device / Belady's"
                 yield Claim(text, one.bytes_by_least, at_most=LEAST_BYTES)
             else:
-                yield Claim(
-                    f"{text}: seconds of a period, by the bound", one.by_bound, at_most=NEAR
-                )
+                yield Claim(f"{text}: seconds of a period / the bound", one.by_bound, at_most=NEAR)
     page.text("## Several models, and training")
     columns: dict[str, Callable[[Reached], object]] = {
         "seconds": lambda one: f"{one.seconds:.3f}",
@@ -203,7 +206,7 @@ PARTS: dict[str, Callable[[Page, bool], Iterator[Claim]]] = {
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=PARTS, action="append", help="only this part")
+    parser.add_argument("--only", choices=PARTS, action="append", help="run only this part")
 
 
 def measure(bench: Bench) -> Iterator[Claim]:

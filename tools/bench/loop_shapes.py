@@ -1,6 +1,6 @@
-"""Loops over models of well-known shapes, cut as their files would be, and the least they can take.
+"""Loops over models of well-known shapes, partitioned as their files would be, and lower bounds.
 
-Nothing is downloaded: a shape is the names and sizes of a model's tensors.
+Nothing is downloaded: a shape consists of the names and sizes of a model's tensors.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierstore.model.groups import DTYPE_SIZES, Extent, FileTensor, GroupSpec
-from tierstore.model.module_tree import cut_model
+from tierstore.model.module_tree import partition_model
 from tierstore.model.outline import tile_sizes
 from tierstore.model.sizes import PAGE, round_up
 from tierstore.model.tiers import Tier
@@ -20,11 +20,11 @@ from tierstore.plan.loop_plan import Loop, Step
 TO_HOST = (Tier.DISK, Tier.HOST)
 TO_DEVICE = (Tier.HOST, Tier.DEVICE)
 H100 = {TO_HOST: 1.873e9, TO_DEVICE: 54.9e9}
-"""Bytes per second, as measured beside an H100."""
+"""Bytes per second, as measured on an H100 machine."""
 
 
 class Shape:
-    """The tensors of a model, of bfloat16 numbers, in one file."""
+    """The bfloat16 tensors of a model, in one file."""
 
     def __init__(self, name: str, seconds: float) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class Shape:
         self.nbytes += nbytes
 
     def linear(self, name: str, inputs: int, outputs: int, *, bias: bool = True) -> None:
-        """The weight of a matrix, and its bias."""
+        """Add the weight and the bias of a linear layer."""
         self.add(f"{name}.weight", outputs, inputs)
         if bias:
             self.add(f"{name}.bias", outputs)
@@ -49,11 +49,11 @@ class Shape:
 FLUX_WIDTH = 3072
 DOUBLE = [("modulation", 1, 6), ("qkv", 1, 3), ("out", 1, 1), ("wide", 1, 4), ("narrow", 4, 1)]
 SINGLE = [("modulation", 1, 3), ("qkv", 1, 3), ("wide", 1, 4), ("out", 5, 1)]
-"""Layers of a block: names, and how many times the width they take and give."""
+"""Layers of a block: names, and their inputs and outputs in multiples of the width."""
 
 
 def flux(width: int = FLUX_WIDTH, double: int = 19, single: int = 38) -> Shape:
-    """FLUX.1-dev's transformer: 19 double and 38 single blocks."""
+    """Return FLUX.1-dev's transformer: 19 double and 38 single blocks."""
     shape = Shape("flux", 0.168)
     for block in range(double):
         for stream in ("image", "text"):
@@ -68,7 +68,7 @@ def flux(width: int = FLUX_WIDTH, double: int = 19, single: int = 38) -> Shape:
 
 
 def sdxl() -> Shape:
-    """SDXL's UNet, as far as it has many weights: residual blocks and transformers."""
+    """Return the large parts of SDXL's UNet: residual blocks and transformers."""
     shape = Shape("sdxl", 0.045)
     before = 320
     for block, (width, layers) in enumerate([(320, 0), (640, 2), (1280, 10)]):
@@ -108,7 +108,7 @@ def _attention(shape: Shape, prefix: str, width: int, layers: int) -> None:
 
 
 def wan(name: str = "wan", seconds: float = 1.2) -> Shape:
-    """One expert of Wan with 14 billion parameters."""
+    """Return one expert of Wan with 14 billion parameters."""
     shape, width = Shape(name, seconds), 5120
     shape.linear("condition_embedder.time_proj", width, 6 * width)
     for block in range(40):
@@ -121,7 +121,7 @@ def wan(name: str = "wan", seconds: float = 1.2) -> Shape:
 
 
 def llama() -> Shape:
-    """Llama with 70 billion parameters, writing one token after the other."""
+    """Return Llama with 70 billion parameters, decoding token by token."""
     shape, width = Shape("llama", 0.047), 8192
     shape.add("model.embed_tokens.weight", 128256, width)
     for layer in range(80):
@@ -136,7 +136,7 @@ def llama() -> Shape:
 
 
 def t5() -> Shape:
-    """The text encoder of FLUX.1-dev, T5-XXL."""
+    """Return the text encoder of FLUX.1-dev, T5-XXL."""
     shape, width = Shape("t5", 0.02), 4096
     for layer in range(24):
         prefix = f"encoder.block.{layer}.layer"
@@ -154,17 +154,17 @@ Budgets = Mapping[Tier, int | None]
 
 
 def budgets(device: float, host: float) -> dict[Tier, int | None]:
-    """Of a device and of host memory, in bytes."""
+    """Return the budgets of a device and of host memory, in bytes."""
     return {Tier.DEVICE: int(device), Tier.HOST: int(host), Tier.DISK: None}
 
 
 def loop_of(shape: Shape, of: Budgets, *, whole_blocks: bool = False) -> Loop:
-    """One pass of a model, cut for these budgets; or with its blocks as units, however large.
+    """Return one pass of a model, partitioned for these budgets or with `whole_blocks` as units.
 
-    Computing takes as long as there are bytes.
+    Compute times are proportional to bytes.
     """
     sizes = tile_sizes(of)
-    cutting = cut_model(
+    cutting = partition_model(
         shape.tensors,
         "block_level",
         sizes.group,
@@ -181,14 +181,14 @@ def loop_of(shape: Shape, of: Budgets, *, whole_blocks: bool = False) -> Loop:
 
 
 def packed_bytes(group: GroupSpec) -> int:
-    """Whole pages that a group's tensors take, on the host and on a device."""
+    """Return the bytes of a group's tensors in whole pages, on the host or a device."""
     ends = [tensor.offset + tensor.nbytes for tensor in group.tensors]
     ends += [run.device_offset + run.nbytes for run in group.runs]
     return round_up(max(ends), PAGE)
 
 
 def joined(loops: Sequence[Loop], order: Sequence[int]) -> Loop:
-    """Passes over several models in an `order`, as one loop."""
+    """Join passes over several models, in an `order`, into one loop."""
     firsts, sizes = [], list[int]()
     for loop in loops:
         firsts.append(len(sizes))
@@ -202,17 +202,17 @@ def joined(loops: Sequence[Loop], order: Sequence[int]) -> Loop:
 
 
 def forward_and_backward(loop: Loop) -> Loop:
-    """A step of training: the backward pass takes twice as long, in the reverse order."""
+    """Return a training step: the backward pass takes twice as long, in reverse order."""
     back = [Step(step.unit, step.groups, 2 * step.seconds) for step in reversed(loop.steps)]
     return Loop((*loop.steps, *back), loop.sizes)
 
 
-# What nobody can do better ------------------------------------------------------------------------
+# Lower bounds -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Seconds that a pass takes at least, and bytes that must be moved to the device and read."""
+    """Lower bounds of a pass: seconds, bytes to the device, and bytes read."""
 
     seconds: float
     uploaded: float
@@ -220,12 +220,12 @@ class Bound:
 
 
 def simple_bound(loop: Loop, of: Budgets, speed: Mapping[tuple[Tier, Tier], float]) -> Bound:
-    """All memory is full of what stays, and everything moves while the others compute."""
+    """Return the bound if all memory holds resident groups and all transfers overlap."""
     return _bound(loop, of, speed, 0, 0)
 
 
 def bound(loop: Loop, of: Budgets, speed: Mapping[tuple[Tier, Tier], float], tile: int) -> Bound:
-    """The same beside the largest unit, which is in use, and two tiles in transit on each tier."""
+    """Return the bound besides the largest unit, in use, and two tiles in transit on each tier."""
     in_use = max(loop.nbytes(step.groups) for step in loop.steps)
     return _bound(loop, of, speed, in_use + 2 * tile, 2 * tile)
 
@@ -242,20 +242,20 @@ def _bound(
 
 
 def least_missed(loop: Loop, room: int) -> float:
-    """Bytes that each pass over a loop has to fetch beside `room` bytes of what stays, by Belady's
-    rule; parts of groups may stay.
+    """Return the minimum bytes to fetch per pass with `room` bytes of memory, by Belady's rule.
 
-    Of a group that is used once in a pass, that is exact. For others the passes are played.
+    Parts of groups may stay. The result is exact for groups that are used once per pass; for
+    others, passes are simulated.
     """
     uses = [group for step in loop.steps for group in step.groups]
     if len(set(uses)) == len(uses):
         return max(0.0, float(loop.nbytes(uses) - max(room, 0)))
-    missed = list(_played(loop, uses, max(room, 0), passes=4))
+    missed = list(_simulated_misses(loop, uses, max(room, 0), passes=4))
     return min(missed[1:])
 
 
-def _played(loop: Loop, uses: Sequence[int], room: int, passes: int) -> list[int]:
-    """Bytes missed in each pass. What is needed last goes first, or a part of it."""
+def _simulated_misses(loop: Loop, uses: Sequence[int], room: int, passes: int) -> list[int]:
+    """Simulate passes, and return the bytes missed in each. Evicts the farthest next use first."""
     count = len(uses)
     following: list[int] = [0] * count
     seen: dict[int, int] = {}

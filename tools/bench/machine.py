@@ -1,4 +1,4 @@
-"""What a benchmark asks the system: a cold page cache, CPU seconds, bytes of the disk."""
+"""System measurements for benchmarks: cold page cache, CPU seconds, disk bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
 
 def drop_page_cache() -> bool:
-    """Make files cold. Returns False where this process may not."""
+    """Drop the page cache. Return False if this process is not permitted to."""
     try:
         os.sync()
         DROP_CACHES.write_text("3\n")
@@ -24,19 +24,19 @@ def drop_page_cache() -> bool:
 
 
 def disk_bytes() -> tuple[int, int]:
-    """Return the bytes that this process has made the disk read (page faults too) and write."""
+    """Return the bytes that this process made the disk read (including page faults) and write."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"]), int(lines["write_bytes"])
 
 
 def pss(process: int | str = "self") -> int:
-    """Return the proportional set size of a process: of a shared page, its share counts."""
+    """Return the proportional set size of a process in bytes; shared pages count in proportion."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
 
 
 class Stopwatch:
-    """Wall-clock and CPU seconds of a `with` block, its finished child processes included."""
+    """Wall-clock and CPU seconds of a `with` block, including its finished child processes."""
 
     seconds = 0.0
     cpu_seconds = 0.0
@@ -58,9 +58,9 @@ def _cpu_seconds() -> float:
 
 
 def direct_reads(files: list[Path], threads: int = 4, piece: int = 16 << 20) -> float:
-    """Read all files past the page cache, `threads` pieces at a time. Returns bytes per second.
+    """Read all files with direct I/O, `threads` pieces at a time. Return bytes per second.
 
-    The pieces go to 256 MiB, which no processor's cache holds: that is where weights go.
+    The pieces go to a buffer of 256 MiB, which exceeds CPU caches, as weights do.
     """
     from tierstore.tiers.pages import fresh_memory
 
@@ -74,7 +74,7 @@ def direct_reads(files: list[Path], threads: int = 4, piece: int = 16 << 20) -> 
         starts = itertools.cycle(range(thread * share, (thread + 1) * share, piece))
         found = 0
         while pieces:
-            with suppress(IndexError):  # another thread took the last
+            with suppress(IndexError):  # another thread took the last piece
                 descriptor, at = pieces.pop()
                 start = next(starts)
                 found += os.preadv(descriptor, [memory[start : start + piece]], at)

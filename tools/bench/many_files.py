@@ -1,8 +1,8 @@
 """A directory of 100,000 groups of 100 bytes
 
-Groups of 25 floats are put that last, each in a file of its own. Then the store is opened again,
-and `tierstore-inspect ls` and `df` list it: with a cold page cache (where this process may drop
-it), and with a warm one, three times, of which the median counts. Each run is a process of its own.
+Groups of 25 floats are put durably, each in its own file. Then the store is opened again, and
+`tierstore-inspect ls` and `df` list it: with a cold page cache (if this process may drop it), and
+with a warm one, as the median of three. Each run is a separate process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TIMES, WRITERS = 3, 16
 
 
 def fill(count: int, place: Path) -> None:
-    """Put so many durable groups. Several at once: each put waits for the disk."""
+    """Put `count` durable groups, several at a time, because each put waits for the disk."""
     with (
         TierStore(64 << 20, place, device="cpu") as store,
         ThreadPoolExecutor(WRITERS) as writers,
@@ -41,7 +41,7 @@ def fill(count: int, place: Path) -> None:
 
 
 def opened(place: Path) -> float:
-    """Return the seconds that opening the directory takes."""
+    """Return the seconds to open the directory."""
     began = time.perf_counter()
     with TierStore(64 << 20, place, device="cpu"):
         return time.perf_counter() - began

@@ -1,4 +1,4 @@
-"""A control group of Linux in which a process can have only so much memory, page cache included."""
+"""A Linux control group that limits the memory of processes, including page cache."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ ROOT = Path("/sys/fs/cgroup")
 
 
 class MemoryGroup:
-    """A group of processes that may take `limit` bytes of RAM together. A context manager.
+    """A context manager for a group of processes limited to `limit` bytes of RAM together.
 
-    What they read from files through the page cache counts, as it would on a machine with so much
-    RAM. Raises OSError where this process may not make such a group.
+    Their page cache counts, as it would on a machine with that much RAM. Raises OSError if this
+    process may not create such a group.
     """
 
     def __init__(self, limit: int) -> None:
@@ -31,13 +31,13 @@ class MemoryGroup:
             raise
 
     def command(self, words: list[str]) -> list[str]:
-        """The same command, started inside of the group."""
+        """Return the command that starts `words` in the group."""
         join = 'echo $$ > "$0"; exec "$@"'
         return ["sh", "-c", join, str(self.path / "cgroup.procs"), *words]
 
     @property
     def peak(self) -> int:
-        """The most bytes that were taken at once, page cache included."""
+        """Return the peak bytes of the group, including page cache."""
         return int((self.path / self._peak).read_text())
 
     def __enter__(self) -> MemoryGroup:

@@ -1,4 +1,4 @@
-"""Checkpoints with random weights that a later run finds again, and the sizes of models."""
+"""Checkpoints with random weights that later runs reuse, and the sizes of models."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is built here
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
 RECIPE = "recipe.json"
 
 
 def kept(shape: Any, directory: Path, write: Callable[[], object]) -> Path:
-    """Return `directory`, after `write` made a checkpoint of a shape (a dataclass) in it.
+    """Return `directory`, with a checkpoint of `shape` (a dataclass) that `write` creates.
 
-    One from an earlier run with the same shape stays as it is.
+    A checkpoint of the same shape from an earlier run is reused.
     """
     recipe = directory / RECIPE
     if not recipe.exists() or json.loads(recipe.read_text()) != asdict(shape):

@@ -1,11 +1,11 @@
-"""Models on threads of their own, in one store: what they miss, read and wait for
+"""Models on separate threads in one store: misses, bytes read and stalls
 
-Each model runs on its own thread, pass after pass, as the threads happen to come; and, to compare,
-with one lock around each pass. RAM has room for two fifths of all weights. A layer computes for
-some milliseconds, and no two layers do at the same time, as models share a device or the cores.
-The disk is slowed down: to read what does not fit takes a part of the time of computing. So nobody
-has to wait, if what comes next is predicted. Told are misses, bytes read and seconds stalled, per
-pass of all models, from the fourth pass on. `late` are uses of what was on its way.
+Each model runs on its own thread, pass after pass, without coordination; and, for comparison, with
+one lock around each pass. RAM holds two fifths of all weights. A layer computes for some
+milliseconds, and no two layers compute at a time, as models share a device or the cores. The disk
+is slowed down, so that reading the rest takes a fraction of the compute time. So with correct
+predictions, no model has to wait. The figures are misses, bytes read and seconds stalled, per pass
+of all models, from the fourth pass on. `late` counts uses of groups in transit.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from tools.bench.slowed import slow_disk
 
 PACKAGES, ROUNDS = ("torch",), 3
 LEARNED = 3
-"""Passes of each model that are not counted."""
+"""Uncounted first passes of each model."""
 FITS = 0.4
-"""The part of all weights that RAM has room for."""
+"""Share of all weights that RAM holds."""
 DISK = 0.7
-"""Time to read what has to be read, as a part of the time of computing."""
+"""Time of the necessary reads, as a share of the compute time."""
 TOGETHER, IN_TURN = "as they come", "one lock around each pass"
 
 
 @dataclass(frozen=True)
 class Case:
-    """Models of so many layers of `width` squared float32 weights, which compute for `seconds`."""
+    """Models of `layers` layers of `width` x `width` float32 weights that compute for `seconds`."""
 
     layers: int
     width: int
@@ -53,7 +53,7 @@ class Case:
 
     @property
     def speed(self) -> float:
-        """Bytes per second that the disk reads."""
+        """Read bandwidth of the disk in bytes per second."""
         return (1 - FITS) * self.layer_bytes / (DISK * self.seconds)
 
 
@@ -62,7 +62,7 @@ SMALL = Case(layers=12, width=256, seconds=0.002, passes=5)
 
 
 class Layer(nn.Linear):
-    """A layer that computes for some time, in which no other does."""
+    """A layer that computes for some time, exclusively."""
 
     computing = threading.Lock()
     seconds = 0.0
@@ -74,7 +74,7 @@ class Layer(nn.Linear):
 
 
 class Runners:
-    """The threads of models that run so many passes each."""
+    """Threads that each run the passes of one model."""
 
     def __init__(self, case: Case, found: list[nn.Module], way: str) -> None:
         self.ready, self.go = (threading.Barrier(len(found) + 1) for _ in range(2))
@@ -82,7 +82,7 @@ class Runners:
         self._turn, self._turns = threading.Condition(), 0
 
     def run(self, number: int, x: torch.Tensor) -> torch.Tensor:
-        """Run all passes of one model. Returns its latest output."""
+        """Run all passes of one model. Return its latest output."""
         for done in range(self._case.passes):
             if done == LEARNED:
                 self.ready.wait()
@@ -93,7 +93,7 @@ class Runners:
 
     @contextlib.contextmanager
     def _alone(self, number: int) -> Iterator[None]:
-        """With a lock around each pass, the models come one after the other, in the same order."""
+        """With a lock around each pass, let the models run one at a time, in a fixed order."""
         if not self._in_turn:
             yield
             return
@@ -105,7 +105,7 @@ class Runners:
 
 
 def run(case: Case, place: Path, device: str, count: int, way: str) -> Run:
-    """Run all models. Returns figures of a pass of all of them."""
+    """Run all models. Return figures per pass of all models."""
     torch.manual_seed(0)
     sizes = case.width, case.width
     found: list[nn.Module] = [
@@ -176,9 +176,9 @@ def measure(bench: Bench) -> Iterator[Claim]:
             for name in ("misses", "bytes_read", "stalled_seconds")
         )
         what, uses = f"{device}, {count} models", count * case.layers
-        text = f"{what}: misses, by 1.15 times those in turn, and one in a hundred uses"
+        text = f"{what}: misses / (1.15 x those in turn + 1 % of uses)"
         yield Claim(text, misses[1] / (1.15 * misses[0] + uses / 100), at_most=1)
-        yield Claim(f"{what}: bytes read, by those in turn", nbytes[1] / nbytes[0], at_most=1.1)
-        text = f"{what}: seconds stalled, by 1.1 times those in turn, and a hundredth of computing"
+        yield Claim(f"{what}: bytes read / those in turn", nbytes[1] / nbytes[0], at_most=1.1)
+        text = f"{what}: seconds stalled / (1.1 x those in turn + 1 % of computing)"
         allowed = 1.1 * stalled[0] + uses * case.seconds / 100
         yield Claim(text, stalled[1] / allowed, at_most=1)

@@ -1,16 +1,16 @@
-"""A step of AdamW by itself: with all of its state in RAM, and with most of it on disk
+"""A step of AdamW alone: with all of its state in RAM, and with most of it on disk
 
-The parameters have the shapes of a Llama's layers (308 MB in float32), gradients do not change, and
-there is no model around: what is measured is `OffloadOptimizer.step()`.
+The parameters have the shapes of a Llama's layers (308 MB in float32), gradients are constant, and
+there is no model: the measurement is `OffloadOptimizer.step()`.
 
-In RAM, with a budget of twice the state (parameters, gradients, two states), against the step of
-torch's own AdamW with the same arguments, in the same process, in turns. On disk, with a budget of
-a fifth of the state, against the disk itself: as many bytes, in groups of the same sizes, are read
-and written at the same time and in the same proportion, past the page cache, by the store's engine
-without a store, and by fio (where it is installed). The fastest of them is the reference. A step
-also computes, so beside it stands how long the same step takes in RAM.
+In RAM, with a budget of twice the state (parameters, gradients, two states), the reference is a
+step of torch's own AdamW with the same arguments, in turns in the same process. On disk, with a
+budget of a fifth of the state, the reference is the disk itself: the same bytes, in groups of the
+same sizes, are read and written concurrently in the same proportion with direct I/O, by the store's
+engine without a store, and by fio (if installed). The fastest of them is the reference. A step also
+computes, so the page also lists the duration of the same step in RAM.
 
-Parameters and states are compared with those of torch's AdamW after as many steps, bit by bit.
+Parameters and states must be bit-identical to those of torch's AdamW after as many steps.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ FLAGS: dict[str, dict[str, Any]] = {
     "foreach=True": {"foreach": True},
     "fused=True": {"fused": True},
 }
-"""The first is what torch's own does without any, the last what an OffloadOptimizer does."""
+"""The first are torch's defaults, the last those of an OffloadOptimizer."""
 FASTEST = "fused=True"
-"""The one that computes the least: its step is as fast as the disk, if any is."""
+"""The arguments with the least computing: its step comes closest to the speed of the disk."""
 
 COPIES = 4
-"""Of each parameter: its value, its gradient, two states."""
+"""State bytes per parameter byte: the value, the gradient and two optimizer states."""
 
 RAM_SHARE, DISK_SHARE = 2.0, 0.2
 WARM_UP = 2
-"""Steps before the first that counts: the first one makes the states."""
+"""Uncounted first steps; the first one creates the states."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ SMALL = Case(hidden=128, intermediate=352, layers=4)
 
 
 class Layer(nn.Module):
-    """What a layer of a Llama has. It does not run."""
+    """The parameters of a Llama layer, without a forward."""
 
     def __init__(self, hidden: int, intermediate: int) -> None:
         super().__init__()
@@ -86,13 +86,13 @@ class Layer(nn.Module):
 
 
 def build(case: Case) -> nn.Module:
-    """The parameters, always the same."""
+    """Return the parameters, always the same."""
     torch.manual_seed(0)
     return nn.ModuleList([Layer(case.hidden, case.intermediate) for _ in range(case.layers)])
 
 
-def give_gradients(module: nn.Module) -> None:
-    """Have a backward pass leave gradients, always the same."""
+def create_gradients(module: nn.Module) -> None:
+    """Run a backward pass that leaves gradients, always the same."""
     generator = torch.Generator().manual_seed(1)
     parameters = list(module.parameters())
     given = [torch.randn(p.shape, generator=generator) for p in parameters]
@@ -100,8 +100,10 @@ def give_gradients(module: nn.Module) -> None:
 
 
 class Stepping:
-    """Parameters with gradients, and an optimizer: torch's own, or ours in a store that may have
-    `share` of the state in RAM."""
+    """Parameters with gradients, and an optimizer: torch's own, or ours.
+
+    Ours is in a store with RAM for the share `share` of the state.
+    """
 
     def __init__(self, case: Case, flags: str, share: float = 0, place: Path | None = None) -> None:
         self.module, self.store = build(case), None
@@ -115,13 +117,15 @@ class Stepping:
             self.optimizer = tierstore.OffloadOptimizer(
                 self.module, self.store, torch.optim.AdamW, **FLAGS[flags]
             )
-        give_gradients(self.module)
+        create_gradients(self.module)
         for _ in range(WARM_UP):
             self.step()
 
     def step(self) -> Run:
-        """Take one step. Returns its seconds, and the bytes that the store and the system count;
-        `reading` and `writing` are the seconds in which anything was in transit."""
+        """Run one step. Return its seconds, and the bytes that the store and the system count.
+
+        `reading` and `writing` are the seconds with transfers in flight.
+        """
         before, counted = self._counts(), sum(disk_bytes())
         started = time.perf_counter()
         self.optimizer.step()
@@ -139,7 +143,7 @@ class Stepping:
         return counts | {"reading": busy("DISK>HOST", 0.0), "writing": busy("HOST>DISK", 0.0)}
 
     def streaming(self) -> list[int]:
-        """Return the bytes of the groups that do not stay in RAM."""
+        """Return the bytes of each streaming group."""
         buffers = [buffer for tile in self.optimizer._tiles for buffer in tile.buffers()]
         return [buffer.nbytes for buffer in buffers if not buffer.host_resident]
 
@@ -150,7 +154,7 @@ class Stepping:
             yield from (self.optimizer.state[parameter][n] for n in ("exp_avg", "exp_avg_sq"))
 
     def equals(self, other: Stepping) -> bool:
-        """Whether both have come to the same values, to the last bit."""
+        """Return True if all parameters and states are bit-identical."""
         return all(map(torch.equal, self.values(), other.values()))
 
     def close(self) -> None:
@@ -159,7 +163,7 @@ class Stepping:
 
 
 def in_ram(case: Case, flags: str, rounds: int, place: Path) -> Run:
-    """Take steps of torch's optimizer and of ours in turns, with all state in RAM."""
+    """Run steps of torch's optimizer and of ours in turns, with all state in RAM."""
     plain, ours = Stepping(case, flags), Stepping(case, flags, RAM_SHARE, place)
     with ExitStack() as stack:
         stack.callback(ours.close)
@@ -175,7 +179,7 @@ def in_ram(case: Case, flags: str, rounds: int, place: Path) -> Run:
 
 @dataclass
 class OnDisk:
-    """Steps by their arguments, and the speeds of the disk by itself, the best of which counts."""
+    """Steps by their arguments, and the speeds of the disk alone, the best of which counts."""
 
     parameters: int
     budget: int
@@ -189,12 +193,12 @@ class OnDisk:
         return max(self.rates.values(), key=median)
 
     def to_disk(self, flags: str) -> list[float]:
-        """Bytes per second of steps to those of the disk, round by round."""
+        """Return the ratios of the bandwidths of steps and of the disk, round by round."""
         return ratios(column(self.steps[flags], "speed"), self.best)
 
 
 def on_disk(case: Case, bench: Bench) -> OnDisk:
-    """Take steps with most of the state on disk, and measure the disk, in turns."""
+    """Run steps with most of the state on disk, and measure the disk, in turns."""
     place = bench.scratch
     with ExitStack() as stack:
         ours: dict[str, Stepping] = {}
@@ -223,7 +227,7 @@ def on_disk(case: Case, bench: Bench) -> OnDisk:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layers", type=int, help="how many layers there are (51 MB each)")
+    parser.add_argument("--layers", type=int, help="number of layers (51 MB each)")
 
 
 def measure(bench: Bench) -> Iterator[Claim]:
@@ -245,7 +249,7 @@ def measure(bench: Bench) -> Iterator[Claim]:
         f"of state, a budget of {disk.budget / 1e6:,.0f} MB. {len(disk.groups)} groups of "
         f"{min(disk.groups) / 1e6:,.1f} to {max(disk.groups) / 1e6:,.1f} MB are on disk, "
         f"{sum(disk.groups) / 1e6:,.0f} MB in all; the rest stays in RAM. The bytes of a step are "
-        "given for each byte of the parameters."
+        "per byte of the parameters."
     )
 
     def of(steps: list[Run], *names: str) -> float:
@@ -255,28 +259,28 @@ def measure(bench: Bench) -> Iterator[Claim]:
     by_bytes = 1 / disk.parameters
     columns = {
         "a step, s": lambda one: ranged("seconds")(one[1]),
-        "the disk alone, s": lambda one: f"{of(one[1], 'read', 'written') / median(disk.best):.2f}",
+        "disk alone, s": lambda one: f"{of(one[1], 'read', 'written') / median(disk.best):.2f}",
         "the step in RAM, s": lambda one: f"{median(ram[one[0]]['ours']):.2f}",
         "reading, writing, s": lambda one: ", ".join(
             f"{of(one[1], name):.2f}" for name in ("reading", "writing")
         ),
         "read": lambda one: middle("read", 2, by_bytes)(one[1]),
         "written": lambda one: middle("written", 2, by_bytes)(one[1]),
-        "both, by the system's count": lambda one: middle("counted", 2, by_bytes)(one[1]),
+        "both, counted by the system": lambda one: middle("counted", 2, by_bytes)(one[1]),
         "GB/s": lambda one: middle("speed", 2, 1e-9)(one[1]),
-        "GB/s to the disk's": lambda one: spread(disk.to_disk(one[0])),
+        "bandwidth / disk alone": lambda one: spread(disk.to_disk(one[0])),
         "values": lambda one: "equal" if disk.equal[one[0]] else "DIFFER",
     }
     page.compare("AdamW with", rows, columns)
-    page.text("The disk alone, with as many bytes read and written at the same time:")
+    page.text("The disk alone, with the same bytes read and written concurrently:")
     by_name = {n: spread([speed / 1e9 for speed in speeds]) for n, speeds in disk.rates.items()}
     page.table(("by", "GB/s"), by_name.items())
     for flags, each in ram.items():
-        text = f"in RAM with {flags}, at most 1.15 times torch's time"
+        text = f"in RAM with {flags}: time / torch's time"
         yield Claim(text, median(each["ratios"]), at_most=1.15)
     share = median(disk.to_disk(FASTEST))
-    yield Claim(f"on disk with {FASTEST}, 0.85 of what the disk gives", share, at_least=0.85)
+    yield Claim(f"on disk with {FASTEST}: bandwidth / that of the disk", share, at_least=0.85)
     equal = all(each["equal"] for each in ram.values()) and all(disk.equal.values())
-    yield Claim("parameters and states are torch's, bit for bit", float(equal), at_least=1)
+    yield Claim("parameters and states are bit-identical to torch's", float(equal), at_least=1)
     moved = sum(each["moved"] for each in ram.values())
-    yield Claim("where all fits, no step reads or writes the disk (bytes)", moved, at_most=0)
+    yield Claim("everything fits: bytes read and written on disk", moved, at_most=0)

@@ -1,12 +1,12 @@
-"""What the store costs when everything fits in RAM
+"""Overhead of the store when everything fits in RAM
 
-Two copies of one Flux transformer run in one process, step by step in turns: one as
-`from_pretrained` left it, one with its weights in a store whose budget is above the model. What the
-second takes longer is the cost of acquiring groups, of binding their tensors to the modules and
-unbinding them, and of looking for changed weights. The medium model is 500 MB of bf16; the tiny
-one computes next to nothing, so that the cost of each wrapped module shows.
+Two copies of one Flux transformer run in one process, step by step in turns: one as returned by
+`from_pretrained`, one with its weights in a store whose budget exceeds the model. The difference is
+the cost of acquiring groups, of binding and unbinding their tensors, and of checking for changed
+weights. The medium model has 500 MB of bf16 weights. The tiny one computes almost nothing, to
+isolate the cost per patched module.
 
-Then groups that are in RAM are acquired and released, with nothing else going on.
+Then resident groups are acquired and released, without any other work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def step_seconds(model: Any) -> float:
 
 
 def wrapped(model: Any) -> int:
-    """Count the modules whose forward is replaced."""
+    """Return the number of modules with a patched forward."""
     return sum("forward" in vars(module) for module in model.modules())
 
 
@@ -59,14 +59,14 @@ def pair(name: str, offload_type: str, rounds: int, place: Path) -> Run:
         sides = {"usual": lambda: step_seconds(usual), "ours": lambda: step_seconds(ours)}
         found: Run = dict(interleave(sides, rounds))
         modules = wrapped(ours)
-        assert store.stats().bytes_read == read, "it was to fit"
+        assert store.stats().bytes_read == read, "the model must fit"
     first, second = median(found["usual"]), median(found["ours"])
     found |= {"modules": modules, "ratio": second / first, "each": (second - first) / modules}
     return found | {"equal": torch.equal(*images)}
 
 
 def acquire_seconds(times: int, scratch: Path) -> list[float]:
-    """Time the acquire and release of a group that is resident, in lots of `GROUPS`."""
+    """Time the acquire and release of a resident group, in lots of `GROUPS`."""
     with TierStore("64MiB", scratch / "store", device="cpu") as store:
         keys = [f"blocks.{i}" for i in range(GROUPS)]
         for key in keys:
@@ -77,7 +77,7 @@ def acquire_seconds(times: int, scratch: Path) -> list[float]:
             for key in keys:
                 store.acquire(key).release()
             lots.append((time.perf_counter() - started) / GROUPS)
-    return lots[3:]  # by then the order is known
+    return lots[3:]  # the order is learned by then
 
 
 def measure(bench: Bench) -> Iterator[Claim]:
@@ -97,10 +97,10 @@ def measure(bench: Bench) -> Iterator[Claim]:
     bench.page.compare(("model", "offload_type"), found, columns)
     lots = acquire_seconds(1_000 if bench.small else 20_000, bench.scratch)
     bench.page.text(
-        "Acquiring and releasing a group that is there, in microseconds: "
+        "Acquiring and releasing a resident group, in microseconds: "
         f"{spread([1e6 * seconds for seconds in lots], 1)}."
     )
-    yield Claim("acquire and release take at most 30 us", 1e6 * median(lots), at_most=30)
+    yield Claim("us of an acquire and release", 1e6 * median(lots), at_most=30)
     if ("medium", "block_level") in found:
         ratio = found["medium", "block_level"]["ratio"]
-        yield Claim("a step costs at most 1.02 of the usual one", ratio, at_most=1.02)
+        yield Claim("time of a step / time without a store", ratio, at_most=1.02)

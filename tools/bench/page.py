@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import shlex
@@ -20,7 +21,7 @@ _BEGIN, _END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 @dataclass(frozen=True)
 class Claim:
-    """A value, and the bounds that it should be within."""
+    """A value and its claimed bounds."""
 
     text: str
     value: float
@@ -29,16 +30,19 @@ class Claim:
 
     @property
     def held(self) -> bool:
-        """Whether the value is within the bounds."""
+        """True if the value is within the bounds."""
         return self.at_least <= self.value <= self.at_most
 
     def verdict(self) -> str:
-        """Return the claim and its verdict as one line."""
-        return f"{'held' if self.held else 'MISSED'}: {self.text} ({self.value:.3g})"
+        """Return the verdict, the claim, its value and its bounds as one line."""
+        bounds = [("at least", self.at_least), ("at most", self.at_most)]
+        claimed = [f"{word} {bound:g}" for word, bound in bounds if math.isfinite(bound)]
+        verdict = "held" if self.held else "MISSED"
+        return f"{verdict}: {self.text} ({self.value:.3g}); {', '.join(claimed)}"
 
 
 class Page:
-    """Prints paragraphs and tables, and keeps them for a page of Markdown."""
+    """Prints paragraphs and tables, and collects them for a Markdown page."""
 
     def __init__(self, title: str, directory: Path, packages: Iterable[str]) -> None:
         self._title = title.splitlines()[0].rstrip(".")
@@ -61,8 +65,11 @@ class Page:
         found: Mapping[Any, Any],
         columns: Mapping[str, Callable[[Any], object]],
     ) -> None:
-        """Add a table with a row for each result. `columns` maps a title to the function that
-        gives its cell. A key that is a tuple fills as many columns, whose titles are `first`."""
+        """Add a table with a row for each result.
+
+        `columns` maps each title to the function that formats its cell. A tuple as the key of a
+        result fills several columns, whose titles are `first`.
+        """
         titles = [first] if isinstance(first, str) else list(first)
         rows = [
             [*(name if isinstance(name, tuple) else (name,)), *(c(one) for c in columns.values())]
@@ -75,13 +82,13 @@ class Page:
         self.text("\n".join(f"- {claim.verdict()}" for claim in claims))
 
     def write(self, page: Path | None) -> None:
-        """Put everything into a page, if one is given."""
+        """Write everything to a page, if one is given."""
         if page is not None:
             publish(page, self._title, "\n\n".join(self._parts))
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Format a Markdown table that is also readable on a terminal."""
+    """Format a Markdown table with aligned columns."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(text) for text in column) for column in zip(columns, *cells, strict=True)]
 
@@ -94,7 +101,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def publish(path: str | Path, title: str, measured: str) -> None:
-    """Put measurements into a page, between two marks. The prose around them stays."""
+    """Write measurements to a page, between two marks. The prose around them is kept."""
     page = Path(path)
     text = page.read_text() if page.exists() else f"# {title}\n\n{_BEGIN}\n{_END}\n"
     before, _, rest = text.partition(_BEGIN)
@@ -124,7 +131,7 @@ def describe(directory: Path, packages: Iterable[str] = ()) -> list[str]:
 
 
 def _command() -> str:
-    """Return the command line, without the paths of folders and pages."""
+    """Return the command line without the paths of folders and pages."""
     words = sys.argv[1:]
     hidden = [i for i, word in enumerate(words) if word in ("--dir", "--markdown")]
     shown = [w for i, w in enumerate(words) if i not in hidden and i - 1 not in hidden]

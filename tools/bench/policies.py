@@ -1,10 +1,10 @@
-"""What the planner reads and how long it stalls, against what nobody can do better
+"""Bytes read and stalls of the planner, against lower bounds
 
-Everything is simulated: the real planner, policy and schedule, with a clock and a carrier that
-exist on paper. So the figures are exact and the same on every machine, except for the last part,
-the cost of planning. The traces are orders in which models use their groups, made up or recorded.
-*Belady* gives up what is needed farthest ahead, and knows the future. The *bound* is what must be
-missed even if a part of a group could be kept: a linear program, if scipy is there.
+Everything is simulated: the real planner, policy and schedule run with a simulated clock and mover.
+So the figures are exact and equal on every machine, except for the last part, the cost of planning.
+Traces are orders in which models use their groups, generated or recorded. *Belady* knows the future
+and evicts the group whose next use is farthest away. The *bound* is the minimum of missed bytes if
+parts of groups could be kept: a linear program, if scipy is installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tierstore.model.moves import Instruction
 from tierstore.model.tiers import Tier
 from tierstore.plan.planner import Planner
 from tierstore.progress import bar
-from tierstore.simulation import Clock, Outcome, Use, planner_of, play, simulate
+from tierstore.simulation import Clock, Outcome, Use, planner_with_groups, play, simulate
 from tools.bench import traces
 from tools.bench.page import Claim, Page
 from tools.bench.runner import Bench
@@ -31,7 +31,7 @@ from tools.bench.traces import Trace, belady, least_missed
 
 PACKAGES = ("numpy",)
 POLICIES = ("next-use", "lru")
-DISK_BANDWIDTH = 3e9  # bytes per second; only its ratio to the compute matters
+DISK_BANDWIDTH = 3e9  # bytes per second; only the ratio to compute times matters
 
 TO_HOST = (Tier.DISK, Tier.HOST)
 TO_DEVICE = (Tier.HOST, Tier.DEVICE)
@@ -39,42 +39,42 @@ TO_DEVICE = (Tier.HOST, Tier.DEVICE)
 
 @dataclass
 class Limit:
-    """Something that shall be at most so much everywhere, and where it was looked at."""
+    """An upper limit of a figure, and the figures found so far."""
 
     text: str
     at_most: float
     found: list[tuple[float, str]] = field(default_factory=list)
 
     def add(self, value: float, where: str) -> str:
-        """Note a figure. Returns it as a cell of a table, marked if it is too high."""
+        """Record a figure. Return it as a table cell, marked if it exceeds the limit."""
         self.found.append((value, where))
         return f"{value:.3f}{'' if value <= self.at_most else ' !'}"
 
     def claim(self) -> Claim:
-        """That even the worst is within the limit."""
+        """Return the claim that the worst figure is within the limit."""
         worst, where = max(self.found)
         missed = sum(value > self.at_most for value, _ in self.found)
         count = f"; {missed} of {len(self.found)} are above" if missed else ""
-        text = f"{self.text} at most {self.at_most:g}, worst for {where}{count}"
+        text = f"{self.text}, worst for {where}{count}"
         return Claim(text, worst, at_most=self.at_most)
 
 
 @dataclass(frozen=True)
 class Scope:
-    """How much is simulated, with which recorded traces, for which page."""
+    """The extent of the simulation, the recorded traces, and the page."""
 
     size: Size
     recorded: list[Trace]
     page: Page
 
     def table(self, title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-        """Show figures as they are worked out."""
+        """Add a table to the page while its rows are computed."""
         self.page.text(f"## {title}")
         self.page.table(head, bar(rows, title, "rows"))
 
 
 def on_demand(trace: Trace, budget: int, policy: str) -> int:
-    """Bytes read from disk where nothing is fetched early."""
+    """Return the bytes read from disk without prefetching."""
     uses = [Use(key, 0.0) for key in trace.keys]
     budgets = {Tier.HOST: budget, Tier.DISK: None}
     outcome = simulate(trace.groups, uses, budgets, policy=policy, prefetch=False)
@@ -82,7 +82,7 @@ def on_demand(trace: Trace, budget: int, policy: str) -> int:
 
 
 def budgets_of(trace: Trace, shares: Iterable[float]) -> list[tuple[float, int]]:
-    """The budgets in which two of the largest groups have room."""
+    """Return the budgets that hold two of the largest groups."""
     sized = [(share, int(trace.nbytes * share)) for share in shares]
     return [(share, budget) for share, budget in sized if budget >= 2 * trace.largest]
 
@@ -197,7 +197,7 @@ def overlap(scope: Scope) -> list[Limit]:
 
 
 def with_compute(trace: Trace, budget: int, ratio: float) -> Outcome:
-    """Run a trace whose groups take `ratio` times as long to fetch as to compute with."""
+    """Simulate a trace whose groups take `ratio` times as long to fetch as to compute with."""
     uses = [
         Use(key, nbytes / DISK_BANDWIDTH / ratio)
         for key, nbytes in zip(trace.keys, trace.sizes.tolist(), strict=True)
@@ -213,7 +213,7 @@ MEASURED = 2000
 
 
 def cost(scope: Scope) -> list[Limit]:
-    """Time per use on this machine: everything that is decided, and nothing of what moves."""
+    """Measure the time per use on this machine of all decisions, without any transfers."""
     claim = Limit("microseconds of planning for each acquire and release", 100)
 
     def rows() -> Iterator[Sequence[str]]:
@@ -234,7 +234,7 @@ def cost(scope: Scope) -> list[Limit]:
 
 
 def orders(groups: int) -> list[tuple[str, list[str]]]:
-    """Loops over all groups, over as many as the history shows twice, and no order at all."""
+    """Return a loop over all groups, one that the history holds twice, and a random order."""
     uses = HISTORY + MEASURED
     few = min(groups, HISTORY // 3)
     return [
@@ -245,10 +245,10 @@ def orders(groups: int) -> list[tuple[str, list[str]]]:
 
 
 def marginal_cost(groups: int, keys: list[str], prefetch: bool, repeats: int) -> float:
-    """Seconds that planner, policy and schedule take for each of the last uses.
+    """Return the seconds that planner, policy and schedule take for each of the last uses.
 
-    What the planner is asked in a simulated run is written down, and asked again without the
-    simulated carrier, which no store has. The fastest of several times counts.
+    The events of a simulated run are recorded and replayed without the simulated mover. The fastest
+    of several replays counts.
     """
     sizes = {f"g{i}": 1 << 20 for i in range(groups)}
     budgets = {Tier.HOST: (groups << 20) // 2, Tier.DISK: None}
@@ -256,16 +256,16 @@ def marginal_cost(groups: int, keys: list[str], prefetch: bool, repeats: int) ->
     seconds = 2 * (1 << 20) / DISK_BANDWIDTH if prefetch else 0.0
 
     clock = Clock()
-    noted = Noted(planner_of(sizes, budgets, clock, prefetch=prefetch))
+    noted = RecordingPlanner(planner_with_groups(sizes, budgets, clock, prefetch=prefetch))
     play(cast(Planner, noted), clock, [Use(key, seconds) for key in keys], bandwidth)
     ends = [at for at, (_, event) in enumerate(noted.log, 1) if isinstance(event, Released)]
 
     def run() -> float:
-        planner, began = planner_of(sizes, budgets, Clock(), prefetch=prefetch), 0.0
+        planner, began = planner_with_groups(sizes, budgets, Clock(), prefetch=prefetch), 0.0
         for part in (noted.log[: ends[HISTORY - 1]], noted.log[ends[HISTORY - 1] :]):
             began = time.process_time()
             for now, event in part:
-                if isinstance(event, Leased):  # what is asked before
+                if isinstance(event, Leased):  # queries that precede a lease
                     planner.error_of(event.group)
                     planner.leasable(event.group, event.access)
                 planner.handle(event, now)
@@ -274,8 +274,8 @@ def marginal_cost(groups: int, keys: list[str], prefetch: bool, repeats: int) ->
     return min(run() for _ in range(repeats))
 
 
-class Noted:
-    """A planner, and all events that it handled."""
+class RecordingPlanner:
+    """A planner that records all events that it handles."""
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
@@ -302,7 +302,7 @@ PARTS: dict[str, Part] = {
 
 @dataclass(frozen=True)
 class Size:
-    """How much is looked at."""
+    """The extent of a run."""
 
     deterministic: Callable[[], list[Trace]] = traces.deterministic
     irregular: Callable[[], list[Trace]] = traces.irregular
@@ -352,7 +352,7 @@ def recorded_trace(path: str | Path) -> Trace:
 
 
 def record(steps: int = 15) -> Trace:
-    """Run a tiny FluxPipeline for two prompts, with a third of its weights in memory."""
+    """Record a tiny FluxPipeline for two prompts, with a third of its weights in memory."""
     from tests import pipelines
     from tierstore import TierStore, enable_group_offload
 
@@ -369,8 +369,8 @@ def record(steps: int = 15) -> Trace:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", choices=PARTS, action="append", help="only this part")
-    parser.add_argument("--trace", action="append", default=[], help="a recorded trace")
+    parser.add_argument("--only", choices=PARTS, action="append", help="run only this part")
+    parser.add_argument("--trace", action="append", default=[], help="file of a recorded trace")
 
 
 def measure(bench: Bench) -> Iterator[Claim]:
@@ -378,7 +378,7 @@ def measure(bench: Bench) -> Iterator[Claim]:
     recorded = [recorded_trace(path) for path in bench.options.trace]
     if "missed" in parts and not recorded:
         recorded.append(record())
-    bound = traces.how_bounds_are_found()
+    bound = traces.bound_method()
     bench.page.text(f"Bounds by {bound}. Figures with a `!` miss a claim.")
     scope = Scope(SMALL if bench.small else Size(), recorded, bench.page)
     limits = [limit for name in parts for limit in PARTS[name](scope)]

@@ -1,11 +1,10 @@
-"""What `tierstore-inspect plan` predicts, and what a run then takes
+"""Predictions of `tierstore-inspect plan`, against measured runs
 
-`plan` is told the budget, the seconds that a step takes with all weights in place, and the speed
-of the disk that `tierstore-inspect bench` measured just before. It sees the headers of a Flux
-transformer's checkpoint and no more: one of 500 MB whose step is short for its bytes, and one of
-3.8 GB. Then the transformer denoises in a store of that budget, with the page cache dropped before.
-The first half of the steps is left out on both sides. All of it is done once per round, the budgets
-in turns.
+`plan` gets the budget, the seconds of a step with all weights in memory, and the disk speed that
+`tierstore-inspect bench` measured just before. It reads only the headers of a Flux transformer's
+checkpoint: one of 500 MB whose step is short for its bytes, and one of 3.8 GB. Then the transformer
+denoises in a store with that budget, after the page cache was dropped. The first half of the steps
+is excluded on both sides. Everything runs once per round, with the budgets in turns.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ STEPS = 16
 class Case:
     shape: flux.Shape
     shares: tuple[float, ...]
-    measured: str  # how much `bench` reads and writes
+    measured: str  # size that `bench` reads and writes
 
 
 SHARES = (0.25, 0.5, 0.75)
@@ -46,16 +45,16 @@ SMALL = Case(flux.Shape(heads=4, double=3, single=6, head_dim=16), (0.5,), "64Mi
 
 
 def inspect(*words: object) -> dict[str, Any]:
-    """Run `tierstore-inspect`, and return its JSON."""
+    """Run `tierstore-inspect` and return its JSON."""
     command = [sys.executable, "-m", "tierstore.cli", *map(str, words), "--json"]
-    with tempfile.TemporaryDirectory() as cache:  # the measured speeds of disks stay as they are
+    with tempfile.TemporaryDirectory() as cache:  # leaves the user's measured disk speeds unchanged
         environment = {**os.environ, "XDG_CACHE_HOME": cache}
         run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
     return dict(json.loads(run.stdout))
 
 
 def took(checkpoint: Path, budget: int | None, steps: int) -> Run:
-    """Denoise, in a store if there is a budget. Returns means of the second half of the steps."""
+    """Denoise, in a store if a budget is given. Return means over the second half of the steps."""
     model = flux.load(checkpoint).eval()
     if steps == STEPS:
         machine.drop_page_cache()
@@ -74,7 +73,7 @@ def took(checkpoint: Path, budget: int | None, steps: int) -> Run:
 
 
 def one_round(case: Case, checkpoint: Path, budgets: dict[float, int], steps: int) -> Run:
-    """Measure the disk and the computing, run with each budget, and ask for predictions."""
+    """Measure the disk and the computing, run with each budget, and get the predictions."""
     disk = inspect("bench", checkpoint.parent, "--size", case.measured)["read"]
     compute = took(checkpoint, None, steps)["seconds"]
     found: Run = {"disk": disk, "compute": compute}
@@ -113,5 +112,5 @@ def measure(bench: Bench) -> Iterator[Claim]:
         bench.page.compare("budget / weights", found, columns)
         for share, runs in found.items():
             off = abs(median(column(runs, "seconds_ratio")) - 1)
-            text = f"seconds within 25 % at {share} of {weights / 1e6:,.0f} MB"
+            text = f"error of predicted seconds at {share} of {weights / 1e6:,.0f} MB"
             yield Claim(text, off, at_most=0.25)

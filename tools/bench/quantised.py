@@ -1,9 +1,9 @@
-"""Quantised models on a store, with outputs that are equal to the bit
+"""Quantised models on a store, with bit-identical outputs
 
-50 million weights of each model for kinds of eight bits, 100 million for those of four, so 50 MB
-or more. Each kind is a process of its own. Needs the libraries that quantise (`pip install
-'tierstore[quantised]'`) and, for `--device pretend`, a C++ compiler. Outputs are compared with
-those of the model without a store.
+Each model has 50 million weights for 8-bit kinds and 100 million for 4-bit kinds, so at least 50
+MB. Each kind is a separate process. Requires the quantisation libraries (`pip install
+'tierstore[quantised]'`) and, for `--device pretend`, a C++ compiler. Outputs are compared to those
+of the model without a store.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from tools.bench.runner import Bench, Run, value
 LIBRARIES = ("torchao", "bitsandbytes", "gguf", "optimum-quanto")
 PACKAGES = ("torch", "diffusers", "transformers", *LIBRARIES)
 SHARES = (0.15, 0.4, 1.5)
-OF_FOUR_BITS = ("bitsandbytes_nf4", "Q4_0", "Q4_K")
+FOUR_BIT_KINDS = ("bitsandbytes_nf4", "Q4_0", "Q4_K")
 KINDS = (*kinds.KINDS, *gguf_files.TYPES)
 STEPS = {"flux": 2, "sd3": 2, "wan": 2, "llama": -3}
-"""For `pipelines.run`: two steps, which use both experts of Wan, or two tokens."""
+"""Steps for `pipelines.run`: two, which use both experts of Wan, or two tokens."""
 PARTS = {"flux": ("transformer",), "sd3": ("transformer",), "wan": ("transformer", "transformer_2")}
-"""Parts of each pipeline in a GGUF file. transformers makes ordinary weights of such files."""
+"""Parts of each pipeline to load from GGUF files. transformers dequantises such files."""
 
 
 def build(model: str, checkpoint: Path, kind: str, store: TierStore | None) -> Any:
-    """Return the model, quantised. Large parts from GGUF files are mapped for a store, or as
-    diffusers loads them."""
+    """Return the quantised model.
+
+    Large parts from GGUF files are mapped for a store, and loaded by diffusers without one.
+    """
     if kind not in gguf_files.TYPES:
         return kinds.quantised(model, lambda _: checkpoint, kind)
     pipe = pipelines.load(model, checkpoint)
@@ -63,7 +65,7 @@ def build(model: str, checkpoint: Path, kind: str, store: TierStore | None) -> A
 
 
 def with_budgets(model: str, checkpoint: Path, kind: str, device: str, place: Path) -> Run:
-    """Run a model without a store, and with each budget."""
+    """Run a model without a store and with each budget."""
     plain = build(model, checkpoint, kind, None)
     if device != "cpu":
         plain.to(device)
@@ -100,10 +102,10 @@ def with_budgets(model: str, checkpoint: Path, kind: str, device: str, place: Pa
 def of_one_kind(
     kind: str, models: Sequence[str], devices: Sequence[str], small: bool, directory: Path
 ) -> dict[tuple[str, str], Run]:
-    """Run all models of a kind, on all devices."""
+    """Run all models of one kind on all devices."""
     if "pretend" in devices and (reason := pretend.ready()):
         raise RuntimeError(reason)
-    size = "tiny" if small else "deep" if kind in OF_FOUR_BITS else "wide"
+    size = "tiny" if small else "deep" if kind in FOUR_BIT_KINDS else "wide"
     found = {}
     for model in models:
         if kind in gguf_files.TYPES and model not in PARTS:
@@ -132,9 +134,9 @@ def measure(bench: Bench) -> Iterator[Claim]:
         found |= apart(of_one_kind, kind, *words)
     bench.page.text(
         "MB of the quantised parts, and for budgets of 15, 40 and 150 % of all weights: whether "
-        "the output is equal to the bit, and MB moved in one run (read from disk, or copied to "
-        "the accelerator). Outside: quantised weights in memory that the budget does not count, "
-        "at most, in % of all weights."
+        "the output is bit-identical, and MB moved in one run (read from disk, or copied to the "
+        "accelerator). Outside: the peak of quantised weights in memory that the budget does not "
+        "count, in % of all weights."
     )
 
     def cell(number: int) -> Callable[[Run], str]:
@@ -150,5 +152,5 @@ def measure(bench: Bench) -> Iterator[Claim]:
     runs = [run for one in found.values() for run in one["runs"]]
     yield Claim("outputs that differ", sum(not run["equal"] for run in runs), at_most=0)
     yield Claim("least MB moved", min(run["moved"] for run in runs) / 1e6, at_least=1e-3)
-    yield Claim("% outside of the budget", max(run["outside"] for run in runs), at_most=2)
-    yield Claim("peak, in budgets", max(run["peak"] for run in runs), at_most=1)
+    yield Claim("% outside the budget", max(run["outside"] for run in runs), at_most=2)
+    yield Claim("peak / budget", max(run["peak"] for run in runs), at_most=1)

@@ -1,9 +1,9 @@
-"""Quantising what does not fit
+"""Quantising a model larger than RAM
 
 A Flux transformer of 3.8 GB in bfloat16 (12 double and 24 single blocks of 12 heads), quantised to
-torchao's int8, with a budget of 500 MB. Each way is a process of its own. Measured are the largest
-anonymous memory until the model is on the store, over what the process had before, and the seconds
-until then. Needs the libraries that quantise (`pip install 'tierstore[quantised]'`).
+torchao's int8, with a budget of 500 MB. Each way is a separate process. The figures are the peak of
+anonymous memory, above that of the process before, until the model is on the store, and the seconds
+until then. Requires the quantisation libraries (`pip install 'tierstore[quantised]'`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ FIRST, SECOND = "quantised, first start", "quantised, second start"
 
 
 def loaded(way: str, checkpoint: Path, directory: Path, budget: int) -> Run:
-    """Load in one way. Returns bytes and seconds."""
+    """Load in one way. Return bytes and seconds."""
     from diffusers import TorchAoConfig
     from torchao.quantization import Int8WeightOnlyConfig
 
     named: dict[str, Any] = {"torch_dtype": torch.bfloat16}
     if way != PLAIN:
         named["quantization_config"] = TorchAoConfig(Int8WeightOnlyConfig())
-    torch.nn.Linear(512, 512)(torch.zeros(1, 512))  # torch sets up its threads once
+    torch.nn.Linear(512, 512)(torch.zeros(1, 512))  # starts torch's threads
     with TierStore(budget, directory, device="cpu") as store:
         begun = time.monotonic()
         with AnonymousPeak() as peak:
@@ -61,8 +61,8 @@ def measure(bench: Bench) -> Iterator[Claim]:
     ways = (CONTROL, PLAIN, FIRST, SECOND)
     found = {way: apart(loaded, way, checkpoint, bench.scratch / "s", budget) for way in ways}
     bench.page.text(
-        f"Weights {nbytes / 1e6:,.0f} MB, budget {budget / 1e6:,.0f} MB. Memory is RssAnon over "
-        "what it was before, in MB."
+        f"Weights {nbytes / 1e6:,.0f} MB, budget {budget / 1e6:,.0f} MB. Memory is the increase "
+        "of RssAnon, in MB."
     )
     columns = {
         "s": value("seconds", 1),
@@ -71,9 +71,9 @@ def measure(bench: Bench) -> Iterator[Claim]:
     }
     bench.page.compare("", found, columns)
     for way in ways:
-        yield Claim(f"{way}: it is what was asked for", found[way]["right"], at_least=1)
+        yield Claim(f"{way}: the weights have the requested types", found[way]["right"], at_least=1)
     most = (found[FIRST]["gained"] - budget) / found[FIRST]["largest"]
     yield Claim("first start: weights over the budget", most, at_most=2)
     yield Claim("second start: MB written", found[SECOND]["written"] / 1e6, at_most=0)
     ratio = found[SECOND]["seconds"] / found[CONTROL]["seconds"]
-    yield Claim("second start: times the seconds of diffusers alone", ratio, at_most=1)
+    yield Claim("second start: seconds / those of diffusers alone", ratio, at_most=1)

@@ -1,12 +1,12 @@
-"""What it takes to have a group copied to the device, when it is in RAM
+"""CPU cost of queueing a group's copy from RAM to the device
 
-A copy from page-locked memory to an accelerator is only queued, and the device makes it later.
-Groups that lie in RAM are acquired and released in random order, on the pretend accelerator of the
-tests, which does nothing before somebody waits for it: so what is timed is Python alone, on one
-thread. The device has room for a third of them, so that one has to go for each that comes.
+A copy from page-locked memory to an accelerator is only queued; the device runs it later. Groups in
+RAM are acquired and released in random order, on the pretend accelerator of the tests, which runs
+nothing until a thread waits for it: so only Python is timed, on one thread. The device holds a
+third of the groups, so each acquired group evicts another.
 
-Timed is from the call of `acquire` until the copy is queued, and until `acquire` returns; and then
-`release`.
+The figures are the times from the call of `acquire` until the copy is queued and until `acquire`
+returns, and the time of `release`.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tools.bench.runner import Bench, Run, column, median, ranged
 
 PACKAGES, PRETEND = ("torch",), True
 GROUPS, NBYTES = 57, 192 << 10
-ROOM = 3  # one in so many has room on the device
+ROOM = 3  # the device holds 1/ROOM of the groups
 AT_MOST = 60.0
 
 
 def measure_groups(tensors: int, rounds: int, place: Path) -> list[Run]:
-    """Acquire groups of so many tensors that are in RAM. Returns seconds for each copied group."""
+    """Acquire groups of `tensors` tensors from RAM. Return the seconds per copied group."""
     budget = {"ram_budget": 2 * GROUPS * NBYTES, "device_budget": GROUPS * NBYTES // ROOM}
     chosen, onload = random.Random(0), HostToDevice.copy
     queued: list[tuple[float, int]] = []
@@ -62,7 +62,7 @@ def measure_groups(tensors: int, rounds: int, place: Path) -> list[Run]:
                 acquired = time.perf_counter()
                 lease.release()
                 released = time.perf_counter()
-                if queued and turn >= 2:  # by then the device's memory has been made
+                if queued and turn >= 2:  # the device's memory is allocated by then
                     at, _ = queued[0]
                     run: Run = {"queued": at - began, "acquired": acquired - began}
                     others = sum(thread != threading.get_ident() for _, thread in queued)
@@ -83,7 +83,7 @@ def measure(bench: Bench) -> Iterator[Claim]:
     }
     bench.page.compare("tensors in a group", found, columns)
     for tensors, runs in found.items():
-        text = f"a copy of a group of {tensors} is queued {AT_MOST:.0f} us after `acquire`"
+        text = f"us until a copy of a group of {tensors} is queued"
         yield Claim(text, 1e6 * median(column(runs, "queued")), at_most=AT_MOST)
     elsewhere = sum(run["elsewhere"] for runs in found.values() for run in runs)
     yield Claim("copies that another thread queued", elsewhere, at_most=0)

@@ -1,15 +1,15 @@
-"""A model whose checkpoint lies in an object store, of which RAM and disk hold three quarters.
+"""A model whose checkpoint is in an object store, with RAM and disk for three quarters of it.
 
-A Flux transformer of 500 MB (bfloat16, 64 image tokens) runs from an S3 server block by block: a
-RAM budget of a quarter of the weights, a disk budget of a half. The server is a plain one of
-threads in a process of its own, on this machine, that answers GET and HEAD of S3 with ranges, ETags
-and If-Match: a simulator of all of S3 is too slow to measure anything against. Where a network
-matters, it sends no more than so many bytes per second (`--bandwidth`), all connections together.
+A Flux transformer of 500 MB (bfloat16, 64 image tokens) runs block by block from an S3 server, with
+a RAM budget of a quarter of the weights and a disk budget of half. The server is a simple threaded
+one in a separate process on this machine. It supports GET and HEAD of S3 with ranges, ETags and
+If-Match; a full S3 simulator would be too slow. To simulate a network, it limits the total bytes
+per second of all connections (`--bandwidth`).
 
-Speeds are those of rounds in turn: obstore's own ranged reads of the same object (8 MiB each, 8 at
-once), the store's fetches into memory, and all of the way through the store: to disk, with
-checksums, and into RAM. Of a server that sends from memory at hand, on the same cores, each copy
-of the bytes shows; behind a network, what waits for it.
+Speeds are measured in rounds of turns: obstore's own ranged reads of the same object (8 MiB each, 8
+at a time), the store's fetches into memory, and the whole path through the store: to disk, with
+checksums, and into RAM. With a server that sends from memory on the same cores, every copy of the
+bytes costs time; behind a network, only waiting does.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ URL = f"s3://{BUCKET}/{NAME}"
 PIECE, AT_ONCE, STEPS = 8 << 20, 8, 8
 
 
-# --- the server, in a process of its own ----------------------------------------------------------
+# --- the server, in a separate process ------------------------------------------------------------
 
 
 class Limit:
-    """So many bytes per second, of all connections together; 0 for no limit."""
+    """A limit in bytes per second of all connections together; 0 for none."""
 
     def __init__(self, bandwidth: float) -> None:
         self._bandwidth, self._free_at, self._lock = bandwidth, 0.0, threading.Lock()
 
     def wait(self, nbytes: int) -> None:
-        """Wait until so many bytes may have been sent."""
+        """Block until `nbytes` more bytes may be sent."""
         if self._bandwidth:
             with self._lock:
                 self._free_at = max(self._free_at, time.monotonic()) + nbytes / self._bandwidth
@@ -112,7 +112,7 @@ def serve(path: Path, bandwidth: float) -> Generator[int, Any, None]:
 
 @contextlib.contextmanager
 def server(path: Path, bandwidth: float = 0.0) -> Iterator[None]:
-    """Start a server, which obstore finds through the environment."""
+    """Start a server, and set the environment variables by which obstore finds it."""
     with Apart(serve, path, bandwidth) as process:
         os.environ |= {
             "AWS_ACCESS_KEY_ID": "key",
@@ -142,7 +142,7 @@ class Block(torch.nn.Module):
 
 
 def streamed(checkpoint: Path, store: TierStore, source: str) -> Callable[[], torch.Tensor]:
-    """Register the checkpoint at `source`. Returns a function that runs one step with it."""
+    """Register the checkpoint at `source`. Return a function that runs one step with it."""
     with torch.device("meta"):
         model = flux.CLASS.from_config(flux.CLASS.load_config(checkpoint)).eval()
     groups: dict[str, list[str]] = {"rest": []}
@@ -150,7 +150,7 @@ def streamed(checkpoint: Path, store: TierStore, source: str) -> Callable[[], to
         found = re.match(r"((?:single_)?transformer_blocks\.\d+)\.", name)
         groups.setdefault(found[1] if found else "rest", []).append(name)
     store.register_checkpoint(source, groups=groups)
-    store.prefetch(groups)  # of the first step, nothing else tells the order
+    store.prefetch(groups)  # the order is not learned before the first step
     for kind in ("transformer_blocks", "single_transformer_blocks"):
         blocks = getattr(model, kind)
         for number, block in enumerate(blocks):
@@ -169,11 +169,11 @@ def streamed(checkpoint: Path, store: TierStore, source: str) -> Callable[[], to
 INPUTS = flux.inputs(dtype=torch.bfloat16)
 
 
-# --- what is measured -----------------------------------------------------------------------------
+# --- measurements ---------------------------------------------------------------------------------
 
 
 class Remote:
-    """One checkpoint, and what is measured of it."""
+    """The measurements of one checkpoint."""
 
     def __init__(self, page: Page, place: Path, checkpoint: Path, rounds: int) -> None:
         self.page, self.place, self.checkpoint, self.rounds = page, place, checkpoint, rounds
@@ -186,7 +186,7 @@ class Remote:
         return TierStore(self.nbytes // 4, self.place / name, device="cpu", disk_budget=budget)
 
     def steps(self) -> Iterator[Claim]:
-        """Steps with little memory and half a disk, and again in another store on the same disk."""
+        """Run steps with small budgets, and again in another store on the same disk."""
         with torch.no_grad():
             expected = flux.load(self.checkpoint).eval()(**INPUTS)[0]
         equal = True
@@ -207,36 +207,36 @@ class Remote:
         self.page.table(("step", "MB fetched"), [(n, f"{b / 1e6:.1f}") for n, b in rows.items()])
         bound = self.nbytes - self.nbytes // 4 - self.nbytes // 2 + 3 * largest
         self.page.text(
-            f"The largest group has {largest / 1e6:.1f} MB, so {bound / 1e6:.1f} MB are the bound "
-            f"of a step. At most {peaks['HOST'] / 1e6:.1f} MB were in RAM and "
-            f"{peaks['DISK'] / 1e6:.1f} MB on disk; {cached / 1e6:.1f} MB were left there."
+            f"The largest group has {largest / 1e6:.1f} MB, so the bound of a step is "
+            f"{bound / 1e6:.1f} MB. The peaks are {peaks['HOST'] / 1e6:.1f} MB in RAM and "
+            f"{peaks['DISK'] / 1e6:.1f} MB on disk; {cached / 1e6:.1f} MB remained on disk."
         )
         more = (again - (self.nbytes - cached)) / largest
-        yield Claim("outputs are those of the model in memory, bit for bit", equal, at_least=1)
+        yield Claim("outputs are bit-identical to those of the model in memory", equal, at_least=1)
         for text, value, at_most in (
             (
-                "the most fetched in a step, from the third on, of the bound",
+                "most bytes fetched in a step from the third on / bound",
                 max(each[2:]) / bound,
                 1.1,
             ),
-            ("the mean of these steps, of the bound", statistics.mean(each[2:]) / bound, 1.1),
-            ("RAM at its peak, of the budget", peaks["HOST"] / (self.nbytes // 4), 1),
-            ("disk at its peak, of the budget", peaks["DISK"] / (self.nbytes // 2), 1),
-            ("groups fetched in the second run although they were there", more, 1.05),
+            ("mean of these steps / bound", statistics.mean(each[2:]) / bound, 1.1),
+            ("peak of RAM / budget", peaks["HOST"] / (self.nbytes // 4), 1),
+            ("peak of disk / budget", peaks["DISK"] / (self.nbytes // 2), 1),
+            ("groups fetched in the second run although cached", more, 1.05),
         ):
             yield Claim(text, value, at_most=at_most)
 
     def warm(self) -> Iterator[Claim]:
-        """With room for all of it on disk, nothing is fetched twice."""
+        """Check that nothing is fetched twice if the disk holds everything."""
         with self.store("warm", None) as store:
             streamed(self.checkpoint, store, URL)()
         with self.store("warm", None, fresh=False) as store:
             streamed(self.checkpoint, store, URL)()
             again = store.stats().bytes_fetched
-        yield Claim("bytes fetched with a warm cache of everything", again, at_most=0)
+        yield Claim("bytes fetched with a warm, complete cache", again, at_most=0)
 
     def speeds(self, server: str) -> Iterator[Claim]:
-        """obstore's own reads, the store's fetches, and all of the way."""
+        """Compare obstore's own reads, the store's fetches, and the whole path."""
         sides = {
             "obstore's own ranged reads": lambda: self._ranged(lambda at, part: len(part)),
             "fetched into memory": self._fetch,
@@ -247,11 +247,11 @@ class Remote:
         self.page.table((f"from {server}", "MB/s"), rows)
         own, fetched, through = took.values()
         for text, other in (("fetches into memory", fetched), ("all of the way", through)):
-            text = f"from {server}: {text}, of obstore's own speed"
+            text = f"from {server}: speed of {text} / obstore's own"
             yield Claim(text, median(ratios(own, other)), at_least=0.85)
 
     def _ranged(self, take: Callable[[int, Any], object]) -> float:
-        """Read all with obstore, and have each piece taken. Returns the seconds."""
+        """Read everything with obstore, passing each piece to `take`. Return the seconds."""
         remote = from_url(f"s3://{BUCKET}")
 
         def bring(at: int) -> None:
@@ -275,7 +275,7 @@ class Remote:
         return time.monotonic() - began
 
     def _all_the_way(self) -> float:
-        groups: dict[str, list[str]] = {}  # of neighbours, as large as blocks are
+        groups: dict[str, list[str]] = {}  # of neighbouring tensors, as large as blocks
         (file,) = read_checkpoint(URL)
         for tensor in file.tensors:
             number = tensor.extent.offset // (self.nbytes // 24)
@@ -289,7 +289,7 @@ class Remote:
             return time.monotonic() - began
 
     def first_output(self) -> Iterator[Claim]:
-        """The first step out of the object store, and after a download."""
+        """Compare the first step from the object store to one after a download."""
         local = self.place / "downloaded.safetensors"
         sides = {
             "from the object store": lambda: self._first(URL),
@@ -299,7 +299,7 @@ class Remote:
         rows = [(name, f"{median(times):.2f}") for name, times in took.items()]
         self.page.table(("to the first output", "seconds"), rows)
         ratio = median(ratios(*took.values()))
-        yield Claim("time to the first output, of download and run", ratio, at_most=0.75)
+        yield Claim("time to the first output / time of download and run", ratio, at_most=0.75)
 
     def _first(self, source: str) -> float:
         began = time.monotonic()
@@ -317,7 +317,9 @@ class Remote:
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--bandwidth", type=float, default=0.0, help="bytes per second")
+    parser.add_argument(
+        "--bandwidth", type=float, default=0.0, help="network limit in bytes per second"
+    )
 
 
 def measure(bench: Bench) -> Iterator[Claim]:
@@ -326,8 +328,8 @@ def measure(bench: Bench) -> Iterator[Claim]:
     remote = Remote(bench.page, bench.scratch, checkpoint, bench.rounds)
     bandwidth = bench.options.bandwidth or (100e6 if bench.small else 200e6)
     bench.page.text(
-        f"{remote.nbytes / 1e6:.0f} MB of weights; {bench.rounds} rounds; where a network "
-        f"matters, {bandwidth / 1e6:.0f} MB/s"
+        f"{remote.nbytes / 1e6:.0f} MB of weights; {bench.rounds} rounds; network bandwidth "
+        f"{bandwidth / 1e6:.0f} MB/s"
     )
     with server(checkpoint / NAME):
         yield from remote.steps()

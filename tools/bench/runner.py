@@ -1,6 +1,6 @@
-"""The scaffolding of a benchmark: folders, rounds in which all sides take turns, medians, ratios.
+"""Common code of benchmarks: folders, rounds in which all sides take turns, medians, ratios.
 
-A benchmark is a module with `PACKAGES`, whose versions its page names, and `measure(bench)`, which
+A benchmark is a module with `PACKAGES`, whose versions its page lists, and `measure(bench)`, which
 yields claims. It may have `ROUNDS` (of a full run), `PRETEND = True` if it needs the tests' pretend
 accelerator, and `options(parser)`.
 """
@@ -26,7 +26,7 @@ Run = dict[str, Any]
 
 @dataclass(frozen=True)
 class Bench:
-    """Where, how often and for which page a benchmark runs. `scratch` is removed at the end."""
+    """The folders, rounds and page of a benchmark. `scratch` is deleted at the end."""
 
     scratch: Path
     directory: Path
@@ -36,22 +36,22 @@ class Bench:
 
     @property
     def small(self) -> bool:
-        """Whether this is a trial, whose figures mean nothing."""
+        """True for a trial run, without meaningful figures."""
         return bool(self.options.small)
 
     @property
     def kept(self) -> Path:
-        """The folder of models, which a later run with the same `--dir` finds again."""
+        """Folder of models, which a later run with the same `--dir` reuses."""
         place = self.directory / ("small" if self.small else "full")
         place.mkdir(parents=True, exist_ok=True)
         return place
 
     def turns(self, sides: Mapping[Any, Callable[[], T]], *, cold: bool = False) -> dict[Any, Any]:
         """Run every side once per round; with `cold`, drop the page cache before each run."""
-        return interleave(sides, self.rounds, before=self.chill if cold else lambda: None)
+        return interleave(sides, self.rounds, before=self.drop_cache if cold else lambda: None)
 
-    def chill(self) -> None:
-        """Drop the page cache, except in a trial: that would slow down the whole machine."""
+    def drop_cache(self) -> None:
+        """Drop the page cache, except in a trial, since it slows down the whole machine."""
         if not self.small:
             machine.drop_page_cache()
 
@@ -62,9 +62,9 @@ def interleave(
     *,
     before: Callable[[], object] = lambda: None,
 ) -> dict[Any, list[T]]:
-    """Run every side once per round, in another order each round, so that a drift hits all alike.
+    """Run every side once per round, in a different order each round, to spread any drift evenly.
 
-    `before` runs before each. Returns the results of each side in the order of rounds.
+    `before` runs before each. Returns the results of each side in round order.
     """
     order = random.Random(0)
     results: dict[Any, list[T]] = {name: [] for name in sides}

@@ -1,20 +1,20 @@
 """Several processes with the same model on one machine: one service, or a store for each.
 
-Four processes denoise with the same Flux transformer of 500 MB (float32, which a CPU without units
-for bfloat16 computes faster), step by step together, one thread each. With the service they share
-40 % of the model's bytes; else each has a store of its own with a quarter of that. One private
-store with all of it, in one process, is what one copy costs. All processes live through the whole
-run and take turns: in each round every group of them does one step, so that a load from outside
-meets all alike. This is done for an image of 16 tokens, and for one of 64, where two cores have
-more to compute: "resident" is a service that has room for all weights, which leaves computing.
+Four processes denoise with the same Flux transformer of 500 MB (float32, which a CPU without
+bfloat16 units computes faster), in lockstep, with one thread each. With the service, they share 40
+% of the model's bytes; otherwise each has a private store with a quarter of that. One private store
+with all of it, in one process, shows the cost of one copy. All processes live through the whole run
+and take turns: in each round, every group of processes runs one step, so that external load affects
+all alike. The image has 16 tokens, or 64, for which two cores compute longer. "Resident" is a
+service that holds all weights, so only computing remains.
 
-Memory is what a group of processes has beyond what the same processes had before they opened a
-store: proportional set sizes (PSS, where a page that n processes share counts 1/n in each), with
-the service's own. Bytes are those that left the disk, as the stores count them.
+Memory is the proportional set size (PSS, in which a page shared by n processes counts 1/n in each)
+of a group of processes beyond that before they opened a store, including the service's. Bytes are
+those read from disk, as the stores count them.
 
-Then two workers with models of their own, one of which takes twice as long, at their own pace,
-against private stores with half of the memory each; a third worker with a model of its own comes
-and is killed. And the time of an acquire and release of one group.
+Then two workers with different models, one twice as slow, run at their own pace, against private
+stores with half of the memory each; a third worker with another model joins and is killed. Finally,
+the time of an acquire and release of one group.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ import argparse
 import contextlib
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +38,7 @@ from typing import Any
 import torch
 
 from tierstore import TierStore, enable_group_offload
-from tierstore.wire.asking import report_of
+from tierstore.wire.status import query_status
 from tools.bench import flux
 from tools.bench.apart import Apart
 from tools.bench.machine import pss
@@ -47,7 +49,7 @@ PACKAGES, ROUNDS = ("torch", "diffusers", "msgspec"), 7
 WORKERS, SHARE, WARM_UP, HITS = 4, 0.4, 3, 400
 TOKENS = (16, 64)
 SECONDS = 8.0
-"""For which workers at their own pace are timed, in each round."""
+"""Seconds per round for which workers at their own pace are timed."""
 SHAPES = {True: flux.Shape(2, 2, 4, "float32"), False: flux.Shape(4, 3, 25, "float32")}
 
 
@@ -59,7 +61,7 @@ def worker(
     tokens: int,
     pause: float,
 ) -> Generator[Any, str, None]:
-    """Answer each message with figures. `where` is a socket, or a budget and a folder."""
+    """Answer each message with figures. `where` is a socket, or a budget and a directory."""
     if device == "pretend":
         from tests.device import pretend
 
@@ -79,8 +81,8 @@ def worker(
     answers: dict[str, Callable[[], Run]] = {
         "step": lambda: step(steps, pause),
         "stats": lambda: store.stats().as_dict() | {"pss": pss() - before},
-        "kept": lambda: {"seconds": seconds_of_a_hit(store, leased=True)},
-        "leased": lambda: {"seconds": seconds_of_a_hit(store, leased=False)},
+        "kept": lambda: {"seconds": hit_seconds(store, leased=True)},
+        "leased": lambda: {"seconds": hit_seconds(store, leased=False)},
     }
     message = yield None
     while True:
@@ -88,14 +90,14 @@ def worker(
 
 
 def step(steps: Iterator[Any], pause: float) -> Run:
-    """Take the next step, and pause for so many times as long."""
+    """Run the next step, then pause for `pause` times its duration."""
     began = time.perf_counter()
     image = next(steps)
     time.sleep(pause * (time.perf_counter() - began))
     return {"seconds": time.perf_counter() - began, "sum": image.double().sum().item()}
 
 
-def seconds_of_a_hit(store: Any, *, leased: bool) -> float:
+def hit_seconds(store: Any, *, leased: bool) -> float:
     """Return the median time of an acquire and release of one group, leased before or not."""
     key, times = min(store.keys(), key=len), []
     for _ in range(HITS):
@@ -108,7 +110,7 @@ def seconds_of_a_hit(store: Any, *, leased: bool) -> float:
 
 
 def together(group: Sequence[Apart], message: str) -> tuple[float, list[Run]]:
-    """Ask all at once. Returns the seconds until all have answered, and the answers."""
+    """Send a message to all. Return the seconds until all have answered, and the answers."""
     began = time.perf_counter()
     for process in group:
         process.send(message)
@@ -118,25 +120,27 @@ def together(group: Sequence[Apart], message: str) -> tuple[float, list[Run]]:
 
 @contextlib.contextmanager
 def service(directory: Path, ram: int) -> Iterator[tuple[str, int]]:
-    """Start a service. Yields its socket and its process's number."""
-    place = directory / "socket"
-    place.mkdir(mode=0o700, parents=True)
-    socket = str(place / "s")
+    """Start a service. Yield its socket and its PID."""
+    place = tempfile.mkdtemp(prefix="tierstore-")  # the path of a socket is limited to 107 bytes
+    socket = os.path.join(place, "s")
     command = "from tierstore.service.cli import serve; serve()"
     words = [sys.executable, "-c", command, str(directory / "served")]
     process = subprocess.Popen([*words, "--ram", f"{ram}B", "--socket", socket])
     try:
         while not os.path.exists(socket):
+            if process.poll() is not None:
+                raise RuntimeError(f"the service ended with status {process.returncode}")
             time.sleep(0.05)
-        report_of(socket, 60.0)  # it has loaded its libraries
+        query_status(socket, 60.0)  # wait until it has loaded its libraries
         yield socket, process.pid
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(60)
+        shutil.rmtree(place, ignore_errors=True)
 
 
 class Workers:
-    """Starts workers that end with a benchmark's part, and waits until they are ready."""
+    """Starts workers that end with a part of the benchmark, and waits until they are ready."""
 
     def __init__(self, stack: contextlib.ExitStack, **options: Any) -> None:
         self._stack = stack
@@ -156,7 +160,7 @@ class Workers:
 def in_step(
     bench: Bench, place: Path, checkpoint: Path, nbytes: int, tokens: int
 ) -> Iterator[Claim]:
-    """Four workers of one service, four private stores, and one; for an image of so many tokens."""
+    """Compare four workers of one service, four private stores, and one private store."""
     budget, room = int(nbytes * SHARE), max(nbytes // 10, 4 << 20)
     with contextlib.ExitStack() as stack:
         workers = Workers(stack, device=bench.options.device, room=room, tokens=tokens)
@@ -190,14 +194,14 @@ def in_step(
     show(bench.page, found, tokens)
     shared, one, at = found["service"], found["one"], f" ({tokens} tokens)"
     memory = shared["memory"] / one["memory"]
-    text = f"memory of four workers and the service, of one private store{at}"
+    text = f"memory of four workers and the service / one private store{at}"
     yield Claim(text, memory, at_most=1.15)
     read = shared["read"] / one["read"]
-    yield Claim(f"bytes read, of one private store{at}", read, at_most=1.2)
+    yield Claim(f"bytes read / one private store{at}", read, at_most=1.2)
     slower = median(ratios(shared["all"], found["private"]["all"]))
-    yield Claim(f"seconds per step, of four private stores{at}", slower, at_most=0.6)
+    yield Claim(f"seconds per step / four private stores{at}", slower, at_most=0.6)
     images = len(set().union(*column(list(found.values()), "sums")))
-    yield Claim(f"all denoise the same image (different ones{at})", images, at_most=1)
+    yield Claim(f"number of different images of all workers{at}", images, at_most=1)
 
 
 def show(page: Page, found: Mapping[str, Run], tokens: int) -> None:
@@ -212,17 +216,17 @@ def show(page: Page, found: Mapping[str, Run], tokens: int) -> None:
 
 
 def read_bytes(group: Sequence[Apart], where: Any) -> int:
-    """Return the bytes that have left the disk so far, for a service or for private stores."""
+    """Return the bytes read from disk so far, by a service or by private stores."""
     if isinstance(where, str):
-        return int(report_of(where).read_bytes)
+        return int(query_status(where).read_bytes)
     return sum(int(answer["bytes_read"]) for answer in together(group, "stats")[1])
 
 
 # --- two at their own pace ------------------------------------------------------------------------
 
 
-def at_own_pace(group: Sequence[Apart], seconds: float) -> list[list[float]]:
-    """Have all step for so long, none waiting for another. Returns the seconds of steps of each."""
+def run_unsynchronised(group: Sequence[Apart], seconds: float) -> list[list[float]]:
+    """Run steps in all processes independently for `seconds`. Return the step times of each."""
     ends = time.monotonic() + seconds
 
     def drive(process: Apart) -> list[float]:
@@ -236,7 +240,7 @@ def at_own_pace(group: Sequence[Apart], seconds: float) -> list[list[float]]:
 
 
 def unequal(bench: Bench, place: Path, checkpoints: Sequence[Path], pair: int) -> Iterator[Claim]:
-    """Two workers with models of their own, one twice as slow; a third comes, and is killed."""
+    """Run two workers with different models, one twice as slow; a third joins and is killed."""
     budget, seconds = int(pair * SHARE), 1.0 if bench.small else SECONDS
     with contextlib.ExitStack() as stack:
         workers = Workers(stack)
@@ -249,14 +253,14 @@ def unequal(bench: Bench, place: Path, checkpoints: Sequence[Path], pair: int) -
         times: dict[str, list[list[float]]] = {name: [[], []] for name in pairs}
         for number in range(bench.rounds + 1):
             for name in pairs if number % 2 else reversed(pairs):
-                for which, steps in enumerate(at_own_pace(pairs[name], seconds)):
-                    if number:  # the first one is to warm up
+                for which, steps in enumerate(run_unsynchronised(pairs[name], seconds)):
+                    if number:  # the first one is a warm-up
                         times[name][which] += steps
         third = workers.start(checkpoints[2], socket)
-        *during, _ = at_own_pace([*pairs["service"], third], seconds)
+        *during, _ = run_unsynchronised([*pairs["service"], third], seconds)
         third.process.kill()
         third.process.wait()
-        after = at_own_pace(pairs["service"], seconds * bench.rounds)
+        after = run_unsynchronised(pairs["service"], seconds * bench.rounds)
     own_half, before = ([*map(median, times[name])] for name in ("private", "service"))
     gone = [median(steps[2:] or steps) for steps in after]
     bench.page.text("Two models at their own pace, s per step:")
@@ -269,8 +273,8 @@ def unequal(bench: Bench, place: Path, checkpoints: Sequence[Path], pair: int) -
     )
     for i, name in enumerate(("fast", "slow")):
         ratio = before[i] / own_half[i]
-        yield Claim(f"s per step of the {name} worker, of its half", ratio, at_most=1.25)
-        text = f"{name} worker two steps after a third was killed, of before"
+        yield Claim(f"seconds per step of the {name} worker / its half", ratio, at_most=1.25)
+        text = f"{name} worker: seconds two steps after a third was killed / before"
         yield Claim(text, gone[i] / before[i], at_most=1.1)
 
 
@@ -278,7 +282,7 @@ def unequal(bench: Bench, place: Path, checkpoints: Sequence[Path], pair: int) -
 
 
 def hits(bench: Bench, place: Path, checkpoint: Path, nbytes: int) -> Iterator[Claim]:
-    """All in memory: the time of an acquire and release, and of a step."""
+    """Measure an acquire and release, and a step, with everything in memory."""
     with contextlib.ExitStack() as stack:
         workers = Workers(stack)
         socket, _ = stack.enter_context(service(place, 2 * nbytes))
@@ -292,19 +296,19 @@ def hits(bench: Bench, place: Path, checkpoint: Path, nbytes: int) -> Iterator[C
         )
     steps = [[seconds for seconds, _ in took[which][WARM_UP:]] for which in (0, 1)]
     rows = [
-        ("the store has it (a worker: leased already)", *(f"{us:.0f}" for us in kept)),
-        ("given up before (a worker: leased anew)", *(f"{us:.0f}" for us in leased)),
+        ("resident (a worker: already leased)", *(f"{us:.0f}" for us in kept)),
+        ("offloaded before (a worker: leased again)", *(f"{us:.0f}" for us in leased)),
     ]
     bench.page.table(("acquire and release", "worker, us", "private store, us"), rows)
-    yield Claim("us for a group that a worker leases already", kept[0], at_most=150)
-    text = "us for a group in the service's memory, leased anew"
+    yield Claim("us of an acquire and release: already leased by the worker", kept[0], at_most=150)
+    text = "us of an acquire and release: in the service's memory"
     yield Claim(text, leased[0], at_most=150)
     ratio = median(ratios(*steps))
-    yield Claim("a step with all in memory, of the private store's", ratio, at_most=1.03)
+    yield Claim("step with everything in memory: seconds / private store", ratio, at_most=1.03)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", default="cpu", help="or: pretend")
+    parser.add_argument("--device", default="cpu", help="device: cpu or pretend")
 
 
 def measure(bench: Bench) -> Iterator[Claim]:

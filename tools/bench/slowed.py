@@ -1,6 +1,6 @@
-"""A machine with a slow disk and slow page-locking, for a `with` statement each.
+"""Context managers that slow down the disk and page-locking to known speeds.
 
-Their speeds are known then, and what this machine does itself counts for little beside them.
+So the overhead of this machine itself has little weight.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tierstore.system.files import DataFile
 from tierstore.tiers.pinned import RegisteredMemory, Registration
 
 REQUEST = 1 << 20
-"""Bytes that the disk reads for one thread before it turns to the next."""
+"""Bytes that the disk reads for one thread before it serves the next."""
 
 
 @contextlib.contextmanager
 def slow_disk(speed: float) -> Iterator[None]:
-    """Files are read at `speed` bytes per second in all, and not faster.
+    """Limit all file reads together to `speed` bytes per second.
 
-    Reads at the same time share that evenly, as the kernel makes many requests of each.
+    Concurrent reads share it evenly, as the kernel splits each into many requests.
     """
     real, lock, free_at = DataFile.read_at_least, threading.Lock(), [0.0]
 
@@ -42,13 +42,13 @@ def slow_disk(speed: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def page_locking(speed: float) -> Iterator[None]:
-    """To zero and page-lock memory goes at `speed` bytes per second on each thread."""
-    real = RegisteredMemory._ask_to_register
+    """Limit zeroing and page-locking of memory to `speed` bytes per second on each thread."""
+    real = RegisteredMemory._call_register
 
     def register(memory: RegisteredMemory, registration: Registration) -> None:
         began = time.monotonic()
         real(memory, registration)
         time.sleep(max(0.0, began + registration.nbytes / speed - time.monotonic()))
 
-    with mock.patch.object(RegisteredMemory, "_ask_to_register", register):
+    with mock.patch.object(RegisteredMemory, "_call_register", register):
         yield

@@ -1,8 +1,8 @@
 """A million groups of 100 bytes in RAM
 
-Groups of 25 floats that need not outlive the store are put into a RAM budget that has room for a
-sixty-fourth of them, and into one that has room for half; the rest goes to disk. Each run is a
-process of its own. Then a thousand groups, drawn at random, are read and compared.
+Groups of 25 floats, not durable, are put with a RAM budget that holds a sixty-fourth of them, and
+with one that holds half; the rest goes to disk. Each run is a separate process. Then a thousand
+random groups are read and compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def maps() -> int:
 
 
 def put_and_read(count: int, budget: int, place: Path) -> Run:
-    """Put so many groups, and read some of them."""
+    """Put `count` groups, and read some of them."""
     memory = psutil.Process().memory_info
     with TierStore(budget, place, device="cpu") as store:
         before, most, began = memory().rss, maps(), time.perf_counter()

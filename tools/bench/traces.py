@@ -1,7 +1,7 @@
-"""Orders in which models use their groups, and what no policy can do better on them.
+"""Orders in which models use their groups, and lower bounds for any policy on them.
 
-The sizes of the groups are those of real models, in bytes. A trace that is drawn at random comes
-from a seed: every run of the bench sees the same.
+The sizes of the groups are those of real models, in bytes. Random traces are seeded, so every run
+of the benchmark uses the same ones.
 """
 
 from __future__ import annotations
@@ -28,8 +28,7 @@ Numbers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """Keys in the order of their use, and the bytes of each key's group, in the order in which
-    the groups are registered."""
+    """Keys in the order of use, and the bytes of each key's group, in order of registration."""
 
     name: str
     keys: tuple[str, ...]
@@ -46,12 +45,12 @@ class Trace:
 
     @cached_property
     def sizes(self) -> Numbers:
-        """Bytes of the group of each use."""
+        """Return the bytes of the group of each use."""
         return np.array([self.groups[key] for key in self.keys], dtype=np.int64)
 
     @cached_property
     def next_use(self) -> Numbers:
-        """For each use, where its key is used next; the number of uses if it is not."""
+        """Return the index of the next use of each use's key; the number of uses if none."""
         found = np.full(len(self.keys), len(self.keys), dtype=np.int64)
         seen: dict[str, int] = {}
         for position in range(len(self.keys) - 1, -1, -1):
@@ -62,7 +61,7 @@ class Trace:
 
 
 def trace_of(name: str, keys: Iterable[str], size_of: Callable[[str], int]) -> Trace:
-    """A trace whose groups are registered in the order of their first use. Sizes are in MB."""
+    """Return a trace whose groups are registered in order of first use. Sizes are in MB."""
     keys = tuple(keys)
     return Trace(name, keys, {key: MB * size_of(key) for key in dict.fromkeys(keys)})
 
@@ -79,7 +78,7 @@ def _by_component(sizes: Mapping[str, int]) -> Callable[[str], int]:
 
 
 def cyclic(groups: int = 57, steps: int = 30) -> Trace:
-    """One denoising loop over equal blocks."""
+    """Return a denoising loop over equal blocks."""
     return trace_of(f"cyclic, {groups} groups", _layers("block", groups) * steps, lambda key: 400)
 
 
@@ -92,19 +91,19 @@ def _flux_prompt(steps: int) -> list[str]:
 
 
 def flux(prompts: int = 4, steps: int = 28) -> Trace:
-    """Text encoders, transformer, VAE: once for each prompt."""
+    """Return text encoders, transformer and VAE in sequence for each prompt."""
     name = f"Flux, {prompts} prompts"
     return trace_of(name, _flux_prompt(steps) * prompts, _by_component(_FLUX))
 
 
 def flux_with_varying_steps() -> Trace:
-    """The same with another number of steps for each prompt."""
+    """Return the same, with a different number of steps for each prompt."""
     keys = [key for steps in (28, 28, 12, 40, 40, 20) for key in _flux_prompt(steps)]
     return trace_of("Flux, steps vary", keys, _by_component(_FLUX))
 
 
 def two_experts(prompts: int = 3, steps: int = 40, switch: int = 20) -> Trace:
-    """Wan 2.2: one expert denoises first, the other then; each runs twice in every step."""
+    """Return Wan 2.2: one expert denoises first, then the other; each runs twice per step."""
     prompt = [
         *_layers("t5", 24),
         *_layers("high", 40) * (2 * switch),
@@ -116,7 +115,7 @@ def two_experts(prompts: int = 3, steps: int = 40, switch: int = 20) -> Trace:
 
 
 def training(layers: int = 40, steps: int = 20) -> Trace:
-    """Forward, then backward in reverse order."""
+    """Return training steps: forward, then backward in reverse order."""
     up = _layers("layer", layers)
     step = ["embed", *up, "head", *reversed(up), "embed"]
     sizes = {"embed": 1000, "layer": 400, "head": 1000}
@@ -124,7 +123,7 @@ def training(layers: int = 40, steps: int = 20) -> Trace:
 
 
 def cut_blocks(groups: int = 40, steps: int = 20) -> Trace:
-    """Blocks that were cut: modules of two neighbouring groups run in turns."""
+    """Return split blocks: modules of two neighbouring groups alternate."""
     step = []
     for number in range(groups - 1):
         step += [f"part/{number}", f"part/{number + 1}"] * 2
@@ -146,7 +145,7 @@ def deterministic() -> list[Trace]:
 
 
 def skipped_steps(groups: int = 57, steps: int = 50, share: float = 0.35) -> Trace:
-    """A loop that skips all but the first block of a step where the output would hardly change."""
+    """Return a loop with caching: some steps run only the first block."""
     chance = random.Random(1)
     keys = []
     for step in range(steps):
@@ -156,7 +155,7 @@ def skipped_steps(groups: int = 57, steps: int = 50, share: float = 0.35) -> Tra
 
 
 def two_pipelines(groups: int = 57) -> Trace:
-    """A base model and a refiner take turns, with as many steps as somebody asked for."""
+    """Return a base model and a refiner in turns, with varying numbers of steps."""
     chance = random.Random(3)
     keys = []
     for _ in range(6):
@@ -173,9 +172,9 @@ def irregular() -> list[Trace]:
 
 
 def experts_by_chance(layers: int = 48, tokens: int = 80, *, drift: bool = False) -> Trace:
-    """A mixture of experts: each layer takes 4 of its 64 experts, some far more often than others.
+    """Return a mixture of experts: each layer uses 4 of 64 experts, with unequal frequencies.
 
-    With `drift`, other experts are the frequent ones from half of the tokens on.
+    With `drift`, other experts become the frequent ones after half of the tokens.
     """
     experts = 64
     chance = np.random.default_rng(0)
@@ -199,13 +198,13 @@ def experts_by_chance(layers: int = 48, tokens: int = 80, *, drift: bool = False
 
 
 def uniform(groups: int = 200, uses: int = 6000) -> Trace:
-    """Any group may come next."""
+    """Return uniformly random uses."""
     drawn = np.random.default_rng(4).integers(groups, size=uses)
     return trace_of("uniform", (f"block/{number}" for number in drawn), lambda key: 100)
 
 
 def zipf(groups: int = 400, uses: int = 8000) -> Trace:
-    """Few groups are used often, most of them seldom, and the order says nothing."""
+    """Return random uses with Zipf-distributed frequencies."""
     shares = 1 / np.arange(1, groups + 1)
     drawn = np.random.default_rng(5).choice(groups, uses, p=shares / shares.sum())
     return trace_of("Zipf", (f"block/{number}" for number in drawn), lambda key: 100)
@@ -215,17 +214,17 @@ def by_chance() -> list[Trace]:
     return [uniform(), zipf(), experts_by_chance(), experts_by_chance(drift=True)]
 
 
-# --- what cannot be done better -------------------------------------------------------------------
+# --- lower bounds ---------------------------------------------------------------------------------
 
 
 def belady(trace: Trace, budget: int) -> int:
-    """Bytes missed by who knows the future and gives up what is needed farthest ahead.
+    """Return the bytes missed by Belady's policy, which evicts the farthest next use.
 
-    The group in use takes room, as it does for every policy here.
+    The group in use occupies memory, as for every policy here.
     """
     number = {key: i for i, key in enumerate(trace.groups)}
     size = np.array(list(trace.groups.values()), dtype=np.int64)
-    needed = np.full(len(size), -1, dtype=np.int64)  # the next use of what is there; -1: not there
+    needed = np.full(len(size), -1, dtype=np.int64)  # next use if resident; -1 if not
     room, missed = budget, 0
     for position, key in enumerate(trace.keys):
         here = number[key]
@@ -240,19 +239,19 @@ def belady(trace: Trace, budget: int) -> int:
     return missed
 
 
-def how_bounds_are_found() -> str:
+def bound_method() -> str:
     return "room and time" if linprog is None else "a linear program"
 
 
 @functools.cache
 def least_missed(trace: Trace, budget: int) -> float:
-    """Bytes that must be missed even if a part of a group could be kept.
+    """Return the minimum of missed bytes if parts of groups could be kept.
 
-    A linear program where scipy is there; else a bound that is lower, and so harder to come near.
+    It is a linear program if scipy is installed; else a weaker (lower) bound.
     """
     if linprog is None:
-        return _bound_by_volume(trace, budget)
-    # What is kept from one use of a group to its next is a share of it, and takes room meanwhile.
+        return _volume_bound(trace, budget)
+    # A variable for each use: the share of the group that is kept until its next use.
     uses = len(trace.keys)
     kept = np.flatnonzero(trace.next_use < uses)
     shares = len(kept)
@@ -277,8 +276,8 @@ def least_missed(trace: Trace, budget: int) -> float:
     return float(trace.sizes.sum()) + MB * float(solved.fun)
 
 
-def _bound_by_volume(trace: Trace, budget: int) -> float:
-    """Keep what takes the least room for the least time, with room x time as the only limit."""
+def _volume_bound(trace: Trace, budget: int) -> float:
+    """Keep the groups with the least bytes x time, with total bytes x time as the only limit."""
     uses = len(trace.keys)
     kept = np.flatnonzero(trace.next_use < uses)
     length = trace.next_use[kept] - kept
@@ -294,6 +293,6 @@ def _bound_by_volume(trace: Trace, budget: int) -> float:
 
 
 def shortened(trace: Trace, uses: int) -> Trace:
-    """The first uses of a trace, for a quick look."""
+    """Return the first uses of a trace, for a trial run."""
     keys = trace.keys[:uses]
     return Trace(trace.name, keys, {key: trace.groups[key] for key in dict.fromkeys(keys)})

@@ -1,21 +1,21 @@
-"""A training step whose state does not fit: tierstore against what else there is
+"""A training step whose state exceeds RAM: tierstore against its alternatives
 
-A transformer, an `nn.Sequential` of 8 blocks in float32 (FairScale takes nothing else), is trained
-with AdamW (`fused=True`, as it computes the least) on one batch. Its full state is parameters,
-gradients and two states of the optimizer, 4 times its parameters. Compared are plain training with
-everything in RAM; tierstore with everything in RAM, and with budgets of 0.5 and 0.2 of the full
-state, the rest on disk; both with `checkpoint_activation`; FairScale's `OffloadModel`, FSDP2 with
-its offloading to the CPU (one rank, gloo), and torchao's `CPUOffloadOptimizer`. The last three keep
-everything in RAM (where there is no GPU, they have nothing to move): they have no disk.
+A transformer, an `nn.Sequential` of 8 blocks in float32 (the only kind that FairScale accepts), is
+trained with AdamW (`fused=True`, the fastest) on one batch. Its full state (parameters,
+gradients and two optimizer states) has 4 times the bytes of its parameters. The contenders are
+plain training with everything in RAM; tierstore with everything in RAM, and with budgets of 0.5 and
+0.2 of the full state, the rest on disk; both with `checkpoint_activation`; FairScale's
+`OffloadModel`, FSDP2 with CPU offloading (one rank, gloo), and torchao's `CPUOffloadOptimizer`. The
+last three keep everything in RAM (without a GPU they move nothing), and do not use a disk.
 
-The peers are no dependencies; one that is missing is a row that says so. To install them:
+The peers are not dependencies; a missing one is listed as such. To install them:
 
     pip install --no-deps fairscale==0.4.13 torchao==0.18.0
 
-Each run is a process of its own with a cold page cache and an empty folder; the contenders take
-turns. The figure of a run is the median of its steps after the second. Bytes of the disk are those
-that the system counted; peaks are anonymous memory over that of the process before there was a
-model. Every contender begins with the same parameters, so all losses must be the same.
+Each run is a separate process with a cold page cache and an empty folder; the contenders take
+turns. The figure of a run is the median over its steps after the second. Disk bytes are counted by
+the system; peaks are anonymous memory above that of the process before it built a model. Every
+contender starts with the same parameters, so all losses must be equal.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from tools.bench.runner import Bench, Run, column, median, middle, most, ranged,
 
 PACKAGES, ROUNDS = ("torch", "fairscale", "torchao"), 3
 COPIES = 4
-"""Of each parameter: its value, its gradient, two states of the optimizer."""
+"""State bytes per parameter byte: the value, the gradient and two optimizer states."""
 WARM_UP = 2
-"""Steps before the first that counts: the first one makes gradients and states."""
+"""Uncounted first steps; the first one creates gradients and states."""
 HEAD = 64
 CLASSES = 256
 PARTS = ("forward", "backward", "optimizer")
@@ -75,7 +75,7 @@ class Case:
 
     @property
     def state(self) -> int:
-        """Bytes of everything that is trained."""
+        """Bytes of the full training state."""
         return COPIES * weight_bytes(build(self, "meta"))
 
 
@@ -87,7 +87,7 @@ SMALL = Case(hidden=128, blocks=4, batch=2, tokens=32, steps=2)
 
 
 class Block(nn.Module):
-    """Attention to what came before, and two layers with something between, both around a sum."""
+    """A transformer block: causal attention and an MLP, each with a residual connection."""
 
     def __init__(self, hidden: int) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Block(nn.Module):
 
 
 def build(case: Case, device: str = "cpu") -> nn.Sequential:
-    """The model, always the same."""
+    """Return the model, always the same."""
     torch.manual_seed(0)
     with torch.device(device):
         blocks = [Block(case.hidden) for _ in range(case.blocks)]
@@ -118,7 +118,7 @@ def build(case: Case, device: str = "cpu") -> nn.Sequential:
 
 
 def data(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-    """One batch, always the same."""
+    """Return one batch, always the same."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(case.batch, case.tokens, case.hidden, generator=generator)
     return x, torch.randint(CLASSES, (case.batch, case.tokens), generator=generator)
@@ -129,7 +129,7 @@ def data(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass
 class Training:
-    """A model and its optimizer. `store` is there if it is ours."""
+    """A model and its optimizer, with the `store` if they use one."""
 
     model: Callable[[torch.Tensor], torch.Tensor]
     optimizer: torch.optim.Optimizer
@@ -168,7 +168,7 @@ def by_tierstore(case: Case, place: Path, share: float, again: bool) -> Iterator
 
 
 class Nothing:
-    """Takes anything and does nothing: a stream, or a device that was made the current one."""
+    """A stream or device context that accepts anything and does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -179,15 +179,15 @@ class Nothing:
 
 @contextlib.contextmanager
 def by_fairscale(case: Case, place: Path, again: bool) -> Iterator[Training]:
-    """FairScale's `OffloadModel`, which refuses to be made where there is no CUDA.
+    """Use FairScale's `OffloadModel`, whose constructor requires CUDA.
 
-    So this process pretends that there is: streams and devices are objects that do nothing, and
-    `cuda()` and `pin_memory()` return their argument. FairScale itself is unchanged: it computes in
-    its order, slice by slice, but moves nothing. Its time is that of its bookkeeping (and of
-    recomputing), and its memory that of a model which is all in RAM.
+    So this process simulates CUDA: streams and devices do nothing, and `cuda()` and `pin_memory()`
+    return their argument. FairScale itself is unchanged: it computes slice by slice, but moves
+    nothing. Its time is that of its bookkeeping (and of recomputation), and its memory that of a
+    model in RAM.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it uses names of torch that are going to go
+        warnings.simplefilter("ignore")  # it uses deprecated names of torch
         from fairscale.experimental.nn.offload import OffloadModel
     for name, value in {
         "is_available": lambda: True,
@@ -211,7 +211,7 @@ def by_fairscale(case: Case, place: Path, again: bool) -> Iterator[Training]:
 def by_fsdp(
     case: Case, place: Path, kind: str = "cpu", backend: str = "gloo"
 ) -> Iterator[Training]:
-    """FSDP2 with one rank. Where the policy refuses a mesh of CPUs, without it."""
+    """Use FSDP2 with one rank, without the offload policy if it rejects a CPU mesh."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -230,7 +230,7 @@ def by_fsdp(
         options: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=kind != "cpu")}
         note = ""
         if kind == "cpu":
-            try:  # a small one: some refuse only when they run
+            try:  # a small model: some versions only fail when they run
                 sharded(build(SMALL), **options)(data(SMALL)[0]).sum().backward()
             except (RuntimeError, ValueError, AssertionError, NotImplementedError) as error:
                 options, note = {}, f"without the policy, which says: {first_line(error)}"
@@ -269,12 +269,12 @@ WITHOUT = ("without recomputing", (PLAIN, *OURS, FAIRSCALE, FSDP, TORCHAO))
 WITH = ("with recomputing", (PLAIN_AGAIN, *OURS_AGAIN, FAIRSCALE + AGAIN))
 
 
-# --- one run, in a process of its own -------------------------------------------------------------
+# --- one run, in a separate process ---------------------------------------------------------------
 
 
 def trained(name: str, case: Case, place: Path) -> Run:
-    """Train as a contender does. Returns medians by step; or `why` a peer cannot run."""
-    small = build(SMALL)  # imports, and starts threads: no part of any contender's cost
+    """Train with a contender. Return medians over steps, or the reason `why` it cannot run."""
+    small = build(SMALL)  # imports modules and starts threads before the measurement
     small(data(SMALL)[0]).sum().backward()
     torch.optim.AdamW(small.parameters(), **ARGUMENTS).step()
     try:
@@ -295,7 +295,7 @@ def trained(name: str, case: Case, place: Path) -> Run:
 
 
 def step(training: Training, case: Case) -> Run:
-    """Take one step: seconds in all and of its parts, bytes of the disk, and the loss."""
+    """Run one step. Return its seconds, those of its parts, the disk bytes, and the loss."""
     x, y = data(case)
     before, times = machine.disk_bytes(), [time.perf_counter()]
     loss = F.cross_entropy(training.model(x).flatten(0, 1), y.flatten())
@@ -312,7 +312,7 @@ def step(training: Training, case: Case) -> Run:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the beginning of an error's message."""
+    """Return the first line of an error message."""
     text = " ".join(str(error).split())
     return text if len(text) <= 150 else f"{text[:150]}…"
 
@@ -338,8 +338,8 @@ def measure(bench: Bench) -> Iterator[Claim]:
         f"tokens; {case.state / COPIES / 1e6:,.0f} MB of parameters, {case.state / 1e6:,.0f} MB of "
         f"state. {WARM_UP + case.steps} steps in each run, {bench.rounds} rounds: medians, and "
         f"ranges in parentheses. Before there was a model, processes took up to {start / 1e6:,.0f} "
-        "MB. Everybody's model is built in RAM first, which is the peak while it is set up. "
-        "FairScale was told that there is CUDA (`by_fairscale`)."
+        "MB. Every contender builds its model in RAM first, which is the peak during setup. "
+        "FairScale runs with simulated CUDA (`by_fairscale`)."
     )
     for title, names in (WITHOUT, WITH):
         bench.page.text(f"{title.capitalize()}:")
@@ -348,11 +348,11 @@ def measure(bench: Bench) -> Iterator[Claim]:
 
 
 def show(bench: Bench, case: Case, found: dict[str, list[Run]], plain: list[float]) -> None:
-    """Make a table, with a row for each contender. The first is the one to compare with."""
+    """Add a table with a row for each contender. The first is the reference."""
     first = next(iter(found.values()))
 
     def likeness(runs: list[Run]) -> str:
-        """The first and the last loss, and how all of them compare with plain training's."""
+        """Format the first and last loss, and the difference of all losses to plain training."""
         pairs = itertools.chain(*(zip(run["losses"], plain, strict=True) for run in runs))
         off = max(abs(one - other) for one, other in pairs)
         losses = runs[0]["losses"]
@@ -367,7 +367,7 @@ def show(bench: Bench, case: Case, found: dict[str, list[Run]], plain: list[floa
 
     columns: dict[str, Callable[[Any], object]] = {
         "seconds per step": ranged("seconds"),
-        "to the first row": lambda r: spread(
+        "ratio to the first row": lambda r: spread(
             ratios(column(r, "seconds"), column(first, "seconds"))
         ),
         "forward, backward, optimizer": medians(*PARTS, digits=2, scale=1),
@@ -392,12 +392,12 @@ def show(bench: Bench, case: Case, found: dict[str, list[Run]], plain: list[floa
 def claims(case: Case, found: dict[str, list[Run]]) -> Iterator[Claim]:
     plain = found[PLAIN][0]["losses"]
     same = all(run["losses"] == plain for name in SHARES for run in found[name])
-    yield Claim("tierstore's losses are those of plain training, bit for bit", same, at_least=1)
+    yield Claim("tierstore's losses are bit-identical to plain training", same, at_least=1)
     slower = median(ratios(*(column(found[name], "seconds") for name in (RAM, PLAIN))))
-    yield Claim("with all in RAM, at most 1.15 times plain training's time", slower, at_most=1.15)
+    yield Claim("all in RAM: time / plain training", slower, at_most=1.15)
     streams = [run for name, share in SHARES.items() if share < 1 for run in found[name]]
     least = min(column(streams, "read")) / 1e6
-    yield Claim("with less RAM, every step reads the disk (MB)", least, at_least=0.001)
+    yield Claim("with less RAM: least MB read per step", least, at_least=0.001)
     within = max(run["tiers"]["HOST"] for n, s in OURS.items() if s < 1 for run in found[n])
-    text = "the store's RAM is within its budget (share of 0.5 x)"
+    text = "the store's RAM / its budget (0.5 x)"
     yield Claim(text, within / case.state / 0.5, at_most=1)

@@ -1,14 +1,15 @@
-"""What a step of training moves: a Llama that is fine-tuned by a LoRA, or trained as a whole
+"""Bytes moved by a training step: a Llama with a LoRA, or trained as a whole
 
 A Llama of about 47 MB in float32 with random weights, loaded from its checkpoint, with budgets from
-10 to 100 % of its weights: in an `OffloadModel` with a frozen base and a LoRA (peft, rank 8), in an
-`OffloadModel` all trained, and by `dispatch_model` with the same LoRA; each with and without
-checkpointing of its blocks. Counted are the bytes that the store reads in the forward and in the
-backward pass, and what it writes in the whole step, on the average of the steps that count.
+10 to 100 % of its weights: in an `OffloadModel` with a frozen base and a LoRA (peft, rank 8), in a
+fully trained `OffloadModel`, and in `dispatch_model` with the same LoRA; each with and without
+checkpointing of its blocks. The figures are the bytes that the store reads in forward and backward,
+and those that it writes in the whole step, averaged over the counted steps.
 
-To be read are the parameters that find no room, once in each pass, and three groups. Room is, for
-what is frozen, what trained state leaves of the budget; for what is trained, what stays in RAM for
-good (see `state_buffers`), since the rest of the budget is for what the optimizer works on.
+The limit of reads is the parameters that do not stay in RAM, once per pass, and three groups.
+Frozen parameters stay in the RAM that the trained state leaves free; trained ones stay if they are
+resident (see `state_buffers`), as the optimizer's tiles need the rest of the budget. The limit of
+writes includes the activations that checkpointing keeps.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ PACKAGES = ("torch", "transformers", "peft")
 WARM_UP, COUNTED = 2, 2
 MOST, MOST_WRITTEN, GROUPS = 1.05, 1.1, 3
 COPIES = 4
-"""Of each trained parameter: its value, its gradient, two states of AdamW."""
+"""State bytes per byte of a trained parameter: the value, the gradient and two AdamW states."""
 FROZEN, TRAINED, DISPATCH = "OffloadModel, frozen", "OffloadModel, all trained", "dispatch_model"
 SHARES = [n / 10 for n in range(1, 11)]
 
@@ -69,7 +70,7 @@ def load(checkpoint: Path, *, lora: bool) -> Any:
 
 
 def offloaded(way: str, recompute: bool, model: Any, store: TierStore) -> tuple[Any, Any]:
-    """Put a model on a store. Returns it with its optimizer."""
+    """Offload a model to a store. Return it with its optimizer."""
     if way == DISPATCH:
         if recompute:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -82,7 +83,7 @@ def offloaded(way: str, recompute: bool, model: Any, store: TierStore) -> tuple[
 
 
 def moved(way: str, recompute: bool, checkpoint: Path, place: Path, share: float) -> Run:
-    """Count what a step moves with a budget of so many of the weights' bytes."""
+    """Count the bytes that a step moves, with a budget of a `share` of the weights."""
     shutil.rmtree(place, ignore_errors=True)
     model = load(checkpoint, lora=way != TRAINED)
     weights = weight_bytes(model)
@@ -103,15 +104,22 @@ def moved(way: str, recompute: bool, checkpoint: Path, place: Path, share: float
             optimizer.zero_grad()
             marks.append(store.stats())
             reads = [b.bytes_read - a.bytes_read for a, b in itertools.pairwise(marks)]
-            counts.append([*reads, marks[-1].bytes_written - marks[0].bytes_written])
+            written, shipped = (
+                count(marks[-1]) - count(marks[0])
+                for count in (
+                    lambda stats: stats.bytes_written,
+                    lambda stats: stats.activations.shipped_bytes,
+                )
+            )
+            counts.append([*reads, written, shipped])
         means = [sum(each) / COUNTED for each in zip(*counts[WARM_UP:], strict=True)]
         group = max(g.nbytes for g in store.snapshot().groups)
         missed, not_kept = without_room(way, store, weights, trained, budget)
-    run: Run = dict(zip(("forward", "backward", "step", "written"), means, strict=True))
+    run: Run = dict(zip(("forward", "backward", "step", "written", "shipped"), means, strict=True))
     return run | {
         "read": run["forward"] + run["backward"],
         "most": MOST * (2 * missed + GROUPS * group),
-        "most_written": MOST_WRITTEN * not_kept,
+        "most_written": MOST_WRITTEN * not_kept + run["shipped"],
         "base_written": base_written,  # before the first step
         "weights": weights,
     }
@@ -120,9 +128,9 @@ def moved(way: str, recompute: bool, checkpoint: Path, place: Path, share: float
 def without_room(
     way: str, store: TierStore, weights: int, trained: int, budget: int
 ) -> tuple[int, int]:
-    """Return the bytes of parameters that find no room, and of trained state that finds none.
+    """Return the bytes of parameters and of trained state that do not stay in RAM.
 
-    Between steps, trained state that is in RAM stays there for good.
+    Between steps, only resident trained state is in RAM.
     """
     state = [g for g in store.snapshot().groups if g.key.startswith(("training/", "optimizer/"))]
     away = [g for g in state if Tier.HOST.name not in g.tiers and "/frozen" not in g.key]
@@ -136,8 +144,10 @@ def without_room(
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", help="ways of this name")
-    parser.add_argument("--shares", type=float, nargs="+", default=SHARES, help="of the weights")
+    parser.add_argument("--only", help="run only ways of this name")
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=SHARES, help="budgets as shares of the weights"
+    )
 
 
 def measure(bench: Bench) -> Iterator[Claim]:
@@ -149,8 +159,8 @@ def measure(bench: Bench) -> Iterator[Claim]:
         "limit": value("most", 1, 1e-6),
         "optimizer, MB": value("step", 1, 1e-6),
         "written in a step, MB": value("written", 1, 1e-6),
-        "limit of that": value("most_written", 1, 1e-6),
-        "written at first, MB": value("base_written", 1, 1e-6),
+        "limit of writes": value("most_written", 1, 1e-6),
+        "written before the first step, MB": value("base_written", 1, 1e-6),
     }
     for way, recompute in itertools.product((FROZEN, TRAINED, DISPATCH), (False, True)):
         if bench.options.only not in (None, way):
@@ -162,12 +172,12 @@ def measure(bench: Bench) -> Iterator[Claim]:
         bench.page.compare("budget, of the weights", runs, columns)
         found = list(runs.values())
         over = max(run["read"] / run["most"] for run in found)
-        yield Claim(f"{name}: parameters read in a step, of the limit", over, at_most=1)
+        yield Claim(f"{name}: parameters read in a step / limit", over, at_most=1)
         rising = [(b["read"] - a["read"]) / a["weights"] for a, b in itertools.pairwise(found)]
-        text = f"{name}: more is read with a larger budget, of the weights"
+        text = f"{name}: share of the weights read more with a larger budget"
         yield Claim(text, max(rising, default=0), at_most=0.01)
         written = max(run["written"] / (run["most_written"] or 1) for run in found)
-        yield Claim(f"{name}: written in a step, of the limit", written, at_most=1)
+        yield Claim(f"{name}: written in a step / limit", written, at_most=1)
         if way != TRAINED:
             base = max(run["base_written"] for run in found) / 1e6
             yield Claim(f"{name}: MB written before the first step", base, at_most=1)

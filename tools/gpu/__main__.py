@@ -20,22 +20,22 @@ from tools.gpu.parts import PARTS, Part, lines_of
 from tools.gpu.schedule import Job, Schedule
 
 TIDYING = 10.0
-"""Seconds kept for deleting files at the end."""
+"""Seconds reserved for deleting files at the end."""
 SCALE = {False: 1.0, True: 0.1}
-"""Trials take about so much of the time of real lines."""
+"""Approximate duration of lines in a trial, as a share of a real run's."""
 SAME = ("name", "commit", "versions")
-"""What two runs must have in common to be one."""
+"""Fields that must be equal for a run to resume another."""
 
 
 def job_of(part: Part, bench: Bench, out: Path, about: dict[str, Any]) -> Job:
-    """Make the job of a part."""
+    """Return the job of a part."""
     report = Report(out / f"{part.name}.json", part.groups(bench), {"command": part.page, **about})
     words = part.name, str(bench.device), bench.small, bench.place, bench.ends
     return Job(part.name, part.step, report, lines_of, words)
 
 
 def check_same(about: dict[str, Any], out: Path) -> None:
-    """Raises ValueError if results come from another machine, version, or kind of run."""
+    """Raise ValueError if existing results are from another machine, version or kind of run."""
 
     def of(document: dict[str, Any]) -> list[Any]:
         return [document["small"], *(document["hardware"].get(name) for name in SAME)]
@@ -43,20 +43,24 @@ def check_same(about: dict[str, Any], out: Path) -> None:
     for path in sorted(out.glob("*.json")):
         if of(json.loads(path.read_text())) != of(about):
             raise ValueError(
-                f"{path} is of another machine, commit, or kind of run: name another --out"
+                f"{path} is from another machine, commit or kind of run: choose another --out"
             )
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Run with these words, or those of the command line. Returns the exit status."""
+    """Run the benchmarks, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tools.gpu", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=12.0, help="when to end (12)")
-    parser.add_argument("--out", type=Path, default=Path("gpu"), help="directory of results (gpu)")
-    parser.add_argument("--device", default="cuda", help="the device (cuda), or: pretend")
-    parser.add_argument("--dir", type=Path, help="where weights and stores have their files")
-    parser.add_argument("--small", action="store_true", help="small sizes: does it run?")
+    parser.add_argument(
+        "--minutes", type=float, default=12.0, help="time limit in minutes (default: 12)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("gpu"), help="directory for results (default: gpu)"
+    )
+    parser.add_argument("--device", default="cuda", help="device, or pretend (default: cuda)")
+    parser.add_argument("--dir", type=Path, help="directory for weights and stores")
+    parser.add_argument("--small", action="store_true", help="small sizes, for a trial run")
     names = [part.name for part in PARTS]
-    parser.add_argument("--only", action="append", choices=names, help="measure this part")
+    parser.add_argument("--only", action="append", choices=names, help="run only this part")
     options = parser.parse_args(words)
     passed = time.time() - psutil.Process().create_time()  # importing torch takes seconds
     ends = time.monotonic() - passed + 60 * options.minutes - TIDYING
@@ -82,7 +86,7 @@ def main(words: Sequence[str] | None = None) -> int:
         Schedule(jobs, ends, SCALE[options.small]).run()
     entries = [entry for job in jobs for entry in job.report.entries.values()]
     done = sum(entry.done for entry in entries)
-    print(f"{done} of {len(entries)} lines are done; the same command with the same --out goes on")
+    print(f"{done} of {len(entries)} lines are done; the same command with the same --out resumes")
     return int(any(job.report.missed for job in jobs))
 
 

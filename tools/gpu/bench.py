@@ -1,4 +1,4 @@
-"""What the parts share: the device, a directory for files, figures, speeds."""
+"""Shared by all parts: the device, a directory for files, figures and speeds."""
 
 from __future__ import annotations
 
@@ -28,39 +28,39 @@ from tierstore.tiers.disk_speed import SMALLEST, DiskSpeed, measure
 from tools.gpu.lines import Figures, Postponed, Unavailable
 
 SETUP = {"pretend": "tests.device.pretend"}
-"""Modules whose `load()` makes a device known to torch."""
+"""Modules whose `load()` registers a device with torch."""
 
 CYCLES_PER_SECOND = 1.7e9
-"""About as many as a data centre's GPU makes: delays need not be exact."""
+"""Approximate clock of a data-centre GPU; delays need not be exact."""
 
 PACKAGES = ("torch", "tierstore", "diffusers", "accelerate", "torchtune", "torchao", "deepspeed")
 
 
 class Accelerator:
-    """A device, asked in the words that torch's device modules share."""
+    """A device, through the functions common to torch's device modules."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.module = torch.get_device_module(device)
 
     def synchronize(self) -> None:
-        """Wait for all of its work."""
+        """Block until all work on the device is done."""
         self.module.synchronize(self.device)
 
     def reserved(self) -> int:
-        """Bytes that torch's allocator has of the device."""
+        """Return the bytes of device memory that torch's allocator has reserved."""
         return int(self.module.memory_reserved(self.device))
 
     def allocated(self) -> int:
-        """Bytes of the tensors there."""
+        """Return the bytes of tensors on the device."""
         return int(self.module.memory_allocated(self.device))
 
     def peak_reserved(self) -> int:
-        """The most bytes that were reserved since `start_over`."""
+        """Return the peak of reserved bytes since `start_over`."""
         return int(self.module.max_memory_reserved(self.device))
 
-    def start_over(self) -> None:
-        """Give back what nobody uses, and begin peaks anew."""
+    def reset(self) -> None:
+        """Free cached device memory, and reset the peaks."""
         gc.collect()
         self.synchronize()
         self.module.empty_cache()
@@ -68,7 +68,7 @@ class Accelerator:
 
     @contextmanager
     def limited(self, nbytes: int | None) -> Iterator[None]:
-        """Inside, torch's allocator may reserve so many bytes, as on a smaller device."""
+        """In the block, limit torch's allocator to `nbytes` bytes, as on a smaller device."""
         if nbytes is not None:
             self._limit(nbytes)
         try:
@@ -86,7 +86,7 @@ class Accelerator:
             self.module.set_memory_limit(nbytes, self.device)
 
     def delay(self, seconds: float) -> None:
-        """Let the device be busy, in the current stream, before what comes next there."""
+        """Keep the device busy for `seconds` in the current stream."""
         if self.device.type == "cuda":
             self.module._sleep(int(seconds * CYCLES_PER_SECOND))
             return
@@ -96,9 +96,9 @@ class Accelerator:
 
 
 class Bench:
-    """Where and on what a part is measured, until `ends` (as time.monotonic says).
+    """The environment of a part: device, sizes, directory, and the deadline `ends` (monotonic).
 
-    `figures` are those of the lines that are done, by name: other lines refer to them.
+    `figures` are those of finished lines, by name, for lines that refer to them.
     """
 
     def __init__(self, device: torch.device, small: bool, place: Path, ends: float) -> None:
@@ -111,8 +111,10 @@ class Bench:
         self.figures: dict[str, Figures] = {}
 
     def figure(self, line: str, name: str) -> float:
-        """Return a figure of another line. Raises Postponed if that was not measured yet, and
-        Unavailable if it has none."""
+        """Return a figure of another line.
+
+        Raises Postponed if the line was not measured yet, and Unavailable if it has no such figure.
+        """
         if line not in self.figures:
             raise Postponed(f"needs the line {line!r}")
         found = self.figures[line].get(name)
@@ -121,12 +123,12 @@ class Bench:
         return found
 
     def differing(self, found: float, reference: str) -> float:
-        """Return 1.0 if a checksum is not the one of the line `reference`."""
+        """Return 1.0 if a checksum differs from that of the line `reference`, else 0.0."""
         return float(found != self.figure(reference, "checksum"))
 
     @contextmanager
     def locking(self) -> Iterator[list[float]]:
-        """Inside, list the seconds of each call in which the driver page-locks a store's memory."""
+        """In the block, record the seconds of each page-locking call of the driver in a list."""
         seconds: list[float] = []
         real = getattr(self.accelerator.module, "cudart", None)
         if real is None:
@@ -149,25 +151,27 @@ class Bench:
 
     @contextmanager
     def folder(self) -> Iterator[Path]:
-        """A directory that is gone afterwards: disks are small beside what is written here."""
+        """Yield a directory that is deleted afterwards, since the files are large."""
         with tempfile.TemporaryDirectory(dir=self.place, ignore_cleanup_errors=True) as name:
             yield Path(name)
 
     @functools.cached_property
     def disk(self) -> DiskSpeed:
-        """How fast the disk is, past the page cache."""
+        """Measure the speed of the disk with direct I/O."""
         return measure(str(self.place), SMALLEST if self.small else 4 << 30)
 
     @functools.cached_property
     def disk_speed(self) -> float:
-        """Bytes per second that reads reach, by the line `disk` if that is done."""
+        """Return the disk's read bandwidth in bytes per second, from the line `disk` if done."""
         known = self.figures.get("disk", {}).get("read_gb_per_second")
         return self.disk.read if known is None else known * 1e9
 
     @functools.cached_property
     def link_speed(self) -> float:
-        """Bytes per second from a store's page-locked memory to the device, by the line `link` if
-        that is done."""
+        """Return the bandwidth from page-locked memory to the device, from the line `link` if done.
+
+        In bytes per second.
+        """
         known = self.figures.get("link", {}).get("onload_gb_per_second")
         if known is not None:
             return known * 1e9
@@ -176,10 +180,10 @@ class Bench:
 
     @contextmanager
     def store_memory(self, nbytes: int) -> Iterator[torch.Tensor]:
-        """Inside, host memory as a store has it for this device.
+        """Yield host memory as a store allocates it for this device.
 
-        At the end it is unmade, and so unregistered, after the device work that uses it: memory
-        that is unmapped while the driver has it registered gives others wrong values.
+        Afterwards it is unregistered and unmapped, once the device has finished using it: memory
+        that is unmapped while registered corrupts later mappings.
         """
         arena = self.arena(None, self.device)
         slot = arena.take(nbytes)
@@ -187,11 +191,11 @@ class Bench:
             yield arena.fill(slot)
         finally:
             self.accelerator.synchronize()
-            arena.give(slot, keep=False)
+            arena.release(slot, keep=False)
             arena.close()
 
     def copy_speed(self, memory: torch.Tensor, *, back: bool = False) -> float:
-        """Bytes per second from host memory to the device, or back: a median of five."""
+        """Return the copy bandwidth to the device, or `back`: bytes per second, median of five."""
         there = torch.empty_like(memory, device=self.device)
         source, target = (there, memory) if back else (memory, there)
         target.copy_(source, non_blocking=True)
@@ -206,12 +210,12 @@ class Bench:
         return statistics.median(rates)
 
     def scaled(self, full: int, small: int) -> int:
-        """A size: that of a real run, or that of a trial."""
+        """Return the size for a full run, or the one for a trial."""
         return small if self.small else full
 
 
 def installed(package: str) -> None:
-    """Raises Unavailable where a package is not installed, or cannot be imported."""
+    """Raise Unavailable if a package is not installed or cannot be imported."""
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:
@@ -219,7 +223,7 @@ def installed(package: str) -> None:
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """Return a number that differs if a bit of the tensors does, but for a rare chance."""
+    """Return a checksum of the bits of tensors."""
     found = 0
     for tensor in tensors:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -228,16 +232,16 @@ def checksum(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def cpu_seconds() -> float:
-    """CPU seconds of this process so far."""
+    """Return the CPU seconds of this process so far."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
-# What a file says of where it comes from ----------------------------------------------------------
+# Provenance of results ----------------------------------------------------------------------------
 
 
 def hardware(device: torch.device) -> dict[str, Any]:
-    """The machine, for a page to name."""
+    """Describe the machine, for a page."""
     accelerator = Accelerator(device)
     found: dict[str, Any] = {
         "device": str(device),
@@ -265,7 +269,7 @@ def hardware(device: torch.device) -> dict[str, Any]:
 
 
 def version_of(package: str) -> str | None:
-    """The version of a package that is installed."""
+    """Return the version of an installed package, or None."""
     with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return None
@@ -280,7 +284,7 @@ def _said_by(*words: str) -> str:
 
 
 def found_device(name: str) -> torch.device:
-    """The device with its index. Raises ValueError if it is not here."""
+    """Return the device with its index. Raises ValueError if it does not exist."""
     kind = name.partition(":")[0]
     if kind in SETUP:
         importlib.import_module(SETUP[kind]).load()
@@ -291,8 +295,8 @@ def found_device(name: str) -> torch.device:
     here = torch.accelerator.current_accelerator(check_available=True)
     if here is None or here.type != device.type:
         raise ValueError(
-            f"there is no {device.type} device here; for the tests' pretend accelerator: "
-            "--device pretend"
+            f"there is no {device.type} device: use --device pretend for the tests' pretend "
+            "accelerator"
         )
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     if index >= torch.accelerator.device_count():

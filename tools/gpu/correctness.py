@@ -1,4 +1,4 @@
-"""Correctness on a GPU: the tests, order on streams, memory, refusals and failures."""
+"""Correctness on a GPU: tests, stream order, memory, rejected uses and failures."""
 
 from __future__ import annotations
 
@@ -33,17 +33,26 @@ from tierstore.errors import CaptureError
 from tierstore.tiers.device_tier import DeviceTier
 from tools.bench.apart import kill
 from tools.gpu.bench import Bench
-from tools.gpu.lines import Failed, Figures, Goal, Group, Line, Postponed, Unavailable, told
+from tools.gpu.lines import (
+    Failed,
+    Figures,
+    Goal,
+    Group,
+    Line,
+    Postponed,
+    Unavailable,
+    format_figures,
+)
 
 NONE_WRONG = Goal("wrong", at_most=0)
 TURNOVER = Goal("turnover", at_least=1.5)
-"""Otherwise nothing took over anything's memory."""
+"""Minimum for groups to reuse each other's memory."""
 SLACK = 1.1
-"""Reserved memory may be so much more than what is accounted for: allocators round."""
+"""Allowed ratio of reserved to accounted memory, because allocators round up."""
 
 
 class Correctness:
-    """The lines, and what they share."""
+    """The lines of this part, and their shared helpers."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -51,13 +60,13 @@ class Correctness:
         self.accelerator = bench.accelerator
         self.rows = bench.scaled(16 << 20, 8 << 10)  # float32 numbers in a group
 
-    def be_busy(self) -> None:
-        """What comes next in this stream comes late."""
+    def delay_stream(self) -> None:
+        """Delay the following work in the current stream."""
         self.accelerator.delay(0.02)
 
     def store(self, place: Path, *, groups: float, ram: float = 32) -> TierStore:
-        """A store with room for so many groups on the device, and in RAM."""
-        one = 4 * self.rows * 9 // 8 + 4096  # as a slot may be larger than what it holds
+        """Open a store whose budgets hold `groups` groups on the device and `ram` in RAM."""
+        one = 4 * self.rows * 9 // 8 + 4096  # a slot may be larger than its group
         return TierStore(
             int(ram * one),
             place / "store",
@@ -68,16 +77,15 @@ class Correctness:
     # Streams ---------------------------------------------------------------------------------
 
     def put_constants(self, store: TierStore, sizes: Sequence[int]) -> None:
-        """Groups of one tensor each, which holds its own number everywhere."""
+        """Put groups of one tensor each, filled with the number of the group."""
         for number, size in enumerate(sizes):
             store.put(f"{number}", torch.full((size,), number + 1.0), durable=False)
 
     def two_streams(self, sizes: Sequence[int], rounds: int) -> Figures:
-        """Two threads, each with a stream of its own, read groups later than they release them.
+        """Run two threads whose streams read groups later than the threads release them.
 
-        `wrong` is how many readings found other values than those of their group; `astray` how
-        often a thread was on another stream than its own after a call of the store; `turnover` how
-        often the device got all groups, in bytes.
+        `wrong` counts reads of values of another group, `astray` store calls that changed a
+        thread's stream. `turnover` is the bytes copied to the device, by the bytes of all groups.
         """
         wrong: list[torch.Tensor] = []
         astray = [0, 0]
@@ -96,12 +104,12 @@ class Correctness:
                             number = (turn * (which + 1) + which) % len(sizes)
                             with store.acquire(f"{number}") as lease:
                                 astray[which] += torch.accelerator.current_stream() != stream
-                                self.be_busy()
+                                self.delay_stream()
                                 wrong.append((lease.tensor != number + 1).any())
                             astray[which] += torch.accelerator.current_stream() != stream
                     stream.synchronize()
                 except BaseException as error:
-                    together.abort()  # the other one may be waiting
+                    together.abort()  # the other thread may be waiting
                     failures.append(error)
 
             threads = [threading.Thread(target=work, args=(which,)) for which in range(2)]
@@ -121,32 +129,34 @@ class Correctness:
         }
 
     def equal_sizes(self) -> Figures:
-        """Groups of one size, which take over each other's memory."""
+        """Use groups of one size, which reuse each other's memory."""
         return self.two_streams([self.rows] * 8, self.bench.scaled(200, 24))
 
     def unequal_sizes(self) -> Figures:
-        """Groups of different sizes, whose memory is made anew."""
+        """Use groups of different sizes, whose memory is reallocated."""
         sizes = [self.rows * part // 8 for part in (8, 5, 7, 3, 6, 4, 8, 5)]
         return self.two_streams(sizes, self.bench.scaled(200, 24))
 
     def without_release(self) -> Figures:
-        """The control: nobody tells the store until when a group is used."""
+        """Run the control: the store does not learn when the device has finished with a group."""
         with mock.patch.object(DeviceTier, "used_on", lambda tier, entry, event: None):
             return self.two_streams([self.rows] * 8, self.bench.scaled(200, 64))
 
     # Memory ----------------------------------------------------------------------------------
 
     def running_ahead(self) -> Figures:
-        """Reserved memory while backward is slow, and the CPU far ahead of it."""
+        """Measure reserved memory while backward is slow and the CPU runs far ahead of it."""
         width, layers = self.bench.scaled(4096, 64), 24
         rows = self.bench.scaled(8192, 512)
-        net = nn.Sequential(*(Slow(width, self.be_busy) for _ in range(layers))).to(self.device)
+        net = nn.Sequential(*(Slow(width, self.delay_stream) for _ in range(layers))).to(
+            self.device
+        )
         for parameter in net.parameters():
             parameter.grad = torch.zeros_like(parameter)
         x = torch.randn(rows, width, device=self.device)
         one = x.nbytes
         budget = 4 * one + (1 << 16)
-        self.accelerator.start_over()
+        self.accelerator.reset()
         base = self.accelerator.reserved()
         with (
             self.bench.folder() as place,
@@ -162,7 +172,7 @@ class Correctness:
             loss.backward()
             self.accelerator.synchronize()
             peak = self.accelerator.peak_reserved() - base
-        # What a layer takes by itself: its input and output, and the gradients of both, twice.
+        # Memory of a layer itself: its input, its output and the gradients of both, twice.
         allowed = budget + 8 * one + 2 * net[0].inner.weight.nbytes
         return {
             "peak_reserved_mb": peak / 1e6,
@@ -171,7 +181,7 @@ class Correctness:
         }
 
     def autocast(self) -> Figures:
-        """float32 weights that are cast to bfloat16, group by group."""
+        """Cast float32 weights to bfloat16, group by group."""
         width, layers = self.bench.scaled(4096, 128), 16
         net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
         one = net[0].weight.nbytes
@@ -189,7 +199,7 @@ class Correctness:
             ) as store,
         ):
             dispatch_model(net, store)
-            self.accelerator.start_over()
+            self.accelerator.reset()
             base = self.accelerator.reserved()
             with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16):
                 for _ in range(2):
@@ -197,13 +207,13 @@ class Correctness:
             self.accelerator.synchronize()
             peak = self.accelerator.peak_reserved() - base
             disable_offload(net)
-        allowed = budget + one  # a cast takes half of what it casts; there may be two of them
+        allowed = budget + one  # up to two casts, each half the bytes of its group
         return {"peak_reserved_mb": peak / 1e6, "to_allowed": peak / allowed}
 
-    # What is refused -------------------------------------------------------------------------
+    # Rejected uses ---------------------------------------------------------------------------
 
     def scaler(self) -> Figures:
-        """A GradScaler on the device, where gradients are on the CPU."""
+        """Use a GradScaler on the device with gradients on the CPU."""
         with self.bench.folder() as place, self.store(place, groups=8) as store:
             net = nn.Linear(64, 64)
             model = OffloadModel(net, store)
@@ -220,7 +230,7 @@ class Correctness:
         return {"refused": refused}
 
     def capture(self) -> Figures:
-        """A store in a graph's capture, and afterwards."""
+        """Use a store during a graph capture, and afterwards."""
         with self.bench.folder() as place, self.store(place, groups=8) as store:
             self.put_constants(store, [1024])
             refused = 0
@@ -240,7 +250,7 @@ class Correctness:
             graph, x = torch.cuda.CUDAGraph(), torch.ones(8, device=self.device)
             self.accelerator.synchronize()
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                x.add_(1)  # a graph of nothing would be warned of
+                x.add_(1)  # torch warns of an empty graph
                 yield
             return
         if not hasattr(module, "begin_capture"):
@@ -250,13 +260,13 @@ class Correctness:
             try:
                 yield
             finally:
-                with suppress(RuntimeError):  # the capture may have been broken, as it should
+                with suppress(RuntimeError):  # the capture may have been invalidated, as expected
                     module.end_capture()
 
-    # What goes wrong -------------------------------------------------------------------------
+    # Failures --------------------------------------------------------------------------------
 
     def forked(self) -> Figures:
-        """How much of a store's memory two forked processes get."""
+        """Measure how much of a store's memory two forked processes inherit."""
         if self.device.type != "cuda":
             raise Unavailable("only CUDA registers memory")
         with self.bench.folder() as place, self.store(place, groups=4) as store:
@@ -268,11 +278,11 @@ class Correctness:
             grown = [in_a_fork(anonymous_bytes) - before + held for _ in range(2)]
             with store.acquire("3") as lease:
                 wrong = int((lease.tensor != 4).any())
-        # What a fork has beyond the rest of the process, in shares of what the store holds.
+        # Memory of a fork beyond the rest of the process, as a share of the store's memory.
         return {"share": max(grown) / held, "held_mb": held / 1e6, "wrong": wrong}
 
     def out_of_memory(self) -> Figures:
-        """A module that runs out of memory, while the store holds memory that nobody uses."""
+        """Run a module out of device memory while the store holds unleased groups."""
         width = self.bench.scaled(4096, 128)
         net = nn.Sequential(*(Wide(width) for _ in range(8))).eval()
         one = net[0].inner.weight.nbytes
@@ -306,7 +316,7 @@ class Correctness:
         return {"finished": finished, "wrong": 1 - same if finished else 0}
 
     def closing(self) -> Figures:
-        """A store is closed while the device has yet to read what it lent."""
+        """Close a store while the device has yet to read leased memory."""
         found = []
         for _ in range(self.bench.scaled(10, 3)):
             with self.bench.folder() as place:
@@ -314,13 +324,13 @@ class Correctness:
                     self.put_constants(store, [self.rows] * 4)
                     for number in range(4):
                         with store.acquire(f"{number}") as lease:
-                            self.be_busy()
+                            self.delay_stream()
                             found.append((lease.tensor != number + 1).any())
-                self.be_busy()
+                self.delay_stream()
         return {"wrong": sum(int(each) for each in found), "readings": len(found)}
 
     def opening(self) -> Figures:
-        """What is left of stores that were opened, used and closed."""
+        """Measure leaks of stores that were opened, used and closed."""
 
         def once() -> None:
             with self.bench.folder() as place, self.store(place, groups=2) as store:
@@ -337,7 +347,7 @@ class Correctness:
         return {**growth, "more_mb_in_all": growth.pop("more_resident_mb")}
 
     def _held(self) -> Mapping[str, float]:
-        self.accelerator.start_over()
+        self.accelerator.reset()
         return {
             "reserved": self.accelerator.reserved(),
             "allocated": self.accelerator.allocated(),
@@ -357,13 +367,19 @@ class Correctness:
         kinds = ("reserved", "allocated", "threads", "files")
         nothing_more = [Goal(f"more_{kind}", at_most=0) for kind in kinds]
         order = [
-            Line("equal groups", "two streams read late", self.equal_sizes, in_order),
+            Line("equal groups", "two streams read after the release", self.equal_sizes, in_order),
             Line("unequal groups", "the same, with six sizes", self.unequal_sizes, in_order),
             Line("without the event of a release", "the control", self.without_release, wrong),
         ]
         memory = [
-            Line("running ahead", "to what a layer takes", self.running_ahead, within, seconds=8),
-            Line("autocast", "to the budget and two casts", self.autocast, within),
+            Line(
+                "running ahead",
+                "relative to the memory of a layer",
+                self.running_ahead,
+                within,
+                seconds=8,
+            ),
+            Line("autocast", "relative to the budget and two casts", self.autocast, within),
         ]
         refusals = [
             Line("GradScaler", "on the device", self.scaler, [refused]),
@@ -378,14 +394,14 @@ class Correctness:
             ),
             Line(
                 "out of memory",
-                "a module that runs out of it is given what is idle",
+                "a module that runs out gets the store's idle memory",
                 self.out_of_memory,
                 [Goal("finished", at_least=1), NONE_WRONG],
             ),
             Line("closing", "with work pending", self.closing, [NONE_WRONG]),
             Line(
                 "opening",
-                "200 times, and what is left",
+                "200 stores, and what they leak",
                 self.opening,
                 [*nothing_more, Goal("more_mb_in_all", at_most=32)],
                 seconds=8,
@@ -399,11 +415,11 @@ class Correctness:
         ]
 
 
-# Modules, and what a process is asked -------------------------------------------------------------
+# Modules and process queries ----------------------------------------------------------------------
 
 
 class Later(torch.autograd.Function):
-    """Its gradient comes late: the device is busy before."""
+    """Identity whose backward is delayed on the device."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, delay: Callable[[], None]) -> torch.Tensor:
@@ -417,7 +433,7 @@ class Later(torch.autograd.Function):
 
 
 class Slow(nn.Module):
-    """A layer whose backward is slow on the device, and quick for the CPU."""
+    """A layer whose backward is slow on the device and fast on the CPU."""
 
     def __init__(self, width: int, delay: Callable[[], None]) -> None:
         super().__init__()
@@ -429,7 +445,7 @@ class Slow(nn.Module):
 
 
 class Wide(nn.Module):
-    """A layer that needs `extra` bytes while it runs."""
+    """A layer that allocates `extra` bytes while it runs."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -442,7 +458,7 @@ class Wide(nn.Module):
 
 
 def anonymous_bytes() -> int:
-    """Bytes of memory that this process has by itself or shares with whom it was forked from."""
+    """Return the anonymous memory of this process in bytes, including pages shared by fork."""
     text = Path("/proc/self/smaps_rollup").read_text()
     found = re.search(r"^Anonymous: +(\d+) kB", text, re.MULTILINE)
     assert found
@@ -450,7 +466,7 @@ def anonymous_bytes() -> int:
 
 
 def in_a_fork(question: Callable[[], int]) -> int:
-    """What a forked process answers."""
+    """Return the result of `question` in a forked process."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -473,34 +489,36 @@ def in_a_fork(question: Callable[[], int]) -> int:
 
 
 class Suite:
-    """The tests of this repository, on the device."""
+    """Runs the tests of this repository on the device."""
 
     SECONDS = 120.0
     """With 16 cores, on an H100."""
     ENDING = 15.0
-    """Seconds that pytest may take to end after an interrupt, and to say what it has."""
+    """Seconds for pytest to exit after an interrupt and to report its results."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
 
     def words(self, place: Path) -> list[str]:
-        """The command: all tests of the default lane; in a trial, those of the adapters, which a
-        run of the tests may start while it has all cores."""
+        """Return the pytest command: the default lane, or in a trial the adapter tests only.
+
+        A run of the tests may start a trial while it uses all cores.
+        """
         small = self.bench.small
         cores = 0 if small else len(os.sched_getaffinity(0))
         return [
             *(sys.executable, "-m", "pytest", "--device", self.bench.device.type),
             *("-n", str(cores), "-q", "-p", "no:cacheprovider", "--basetemp", str(place / "tests")),
-            "--timeout=120",  # a test that hangs shows the stacks of all threads
+            "--timeout=120",  # a hanging test prints the stacks of all threads
             *["tests/device/test_accelerators.py"] * small,
         ]
 
     def run(self) -> Figures:
-        """Count tests by outcome. Raises Failed, with the end of the output, if any failed."""
+        """Return the number of tests by outcome. Raises Failed, with the output, if any failed."""
         for package in ("pytest", "hypothesis", "pytest_timeout", "xdist"):
             if importlib.util.find_spec(package) is None:
                 raise Unavailable(f"{package} is not installed")
-        # A test marked `alone` waits for all others, and would wait for the test that runs this.
+        # A test marked `alone` would wait for the test that runs this.
         kept = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_XDIST")}
         left = self.bench.ends - time.monotonic() - 2 * self.ENDING
         with self.bench.folder() as place, (place / "output").open("w+") as output:
@@ -521,26 +539,26 @@ class Suite:
 
 
 def outcome(text: str, status: int, cut: bool) -> Figures:
-    """Read figures from the output of pytest, and raise what that means."""
-    if status == 4:  # wrong usage, as by a version without the option --device
+    """Parse the output of pytest. Raises the matching error if the run was not successful."""
+    if status == 4:  # usage error, for example an old version without --device
         raise Unavailable("; ".join(re.findall(r"error: .*", text)) or text[-300:])
     found = dict.fromkeys(("passed", "failed", "skipped", "error"), 0.0)
     for number, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", text[-300:]):
         found[kind] = float(number)
     if cut:
-        raise Postponed(f"time: it was cut after {told(found)}\n{text[-8000:]}")
+        raise Postponed(f"time: it was cut after {format_figures(found)}\n{text[-8000:]}")
     if status:
         raise Failed(text[-8000:], found)
     return found
 
 
 def suite(bench: Bench) -> Sequence[Group]:
-    """The line of the tests."""
+    """Return the line of the tests."""
     goals = [Goal("failed", at_most=0), Goal("error", at_most=0), Goal("passed", at_least=1)]
     line = Line("tests", "pytest --device", Suite(bench).run, goals, seconds=Suite.SECONDS)
     return [Group("tests", [line])]
 
 
 def groups(bench: Bench) -> Sequence[Group]:
-    """The lines of this part."""
+    """Return the lines of this part."""
     return Correctness(bench).groups()

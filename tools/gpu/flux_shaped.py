@@ -1,8 +1,8 @@
-"""A transformer of the shape of Flux, in plain torch: the same weights, tokens and operations.
+"""A transformer with the weights, tokens and operations of Flux, in plain torch.
 
-Nothing but torch and safetensors is needed, so that it runs wherever a GPU is lent. `FLUX_1_DEV` is
-as large as FLUX.1-dev: 11.9 billion parameters, 23.8 GB in bfloat16. Weights are random, and such
-that values neither vanish nor grow.
+It requires only torch and safetensors, so it runs on any rented GPU. `FLUX_1_DEV` has the size of
+FLUX.1-dev: 11.9 billion parameters, 23.8 GB in bfloat16. Weights are random, scaled to keep
+activations from vanishing or growing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHARD = 2 << 30
 
 @dataclass(frozen=True)
 class Shape:
-    """Attention heads of `head` numbers, blocks of both kinds, tokens of image and text."""
+    """Attention heads of `head` elements, blocks of both kinds, tokens of image and text."""
 
     heads: int
     double: int
@@ -34,7 +34,7 @@ class Shape:
 
     @property
     def width(self) -> int:
-        """Numbers per token."""
+        """Elements per token."""
         return self.heads * self.head
 
 
@@ -47,14 +47,14 @@ def heads_of(x: torch.Tensor, head: int) -> torch.Tensor:
 
 
 def rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
-    """Each pair of numbers, turned by the angle of its token."""
+    """Apply rotary embeddings: rotate each pair of elements by the angle of its token."""
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     even, odd = x[..., 0::2], x[..., 1::2]
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
 
 class Attention(nn.Module):
-    """Of tokens with themselves; queries and keys are normed and turned."""
+    """Self-attention with normalised queries and keys, and rotary embeddings."""
 
     def __init__(self, head: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Attention(nn.Module):
 
 
 class Stream(nn.Module):
-    """What a double block has for the image, and once more for the text."""
+    """The layers that a double block has once for the image and once for the text."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Stream(nn.Module):
 
 
 class DoubleBlock(nn.Module):
-    """Image and text apart, but for the attention."""
+    """A block with separate layers for image and text, and joint attention."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def changed(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.
 
 
 class SingleBlock(nn.Module):
-    """Image and text together, attention beside the wide layers."""
+    """A block with joint layers for image and text, and attention parallel to the wide layers."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -177,14 +177,14 @@ class FluxShaped(nn.Module):
 
 
 def on_meta(shape: Shape) -> FluxShaped:
-    """The model without values, in bfloat16."""
+    """Return the model on meta, in bfloat16."""
     with torch.device("meta"):
         return FluxShaped(shape).to(torch.bfloat16).eval()
 
 
 @torch.no_grad()
 def save(shape: Shape, directory: Path, device: torch.device) -> Path:
-    """Shards with random weights, which the device draws: it is quicker at that than a CPU."""
+    """Write shards with random weights, generated on the device, which is faster than a CPU."""
     directory.mkdir()
     generator = torch.Generator().manual_seed(0) if device.type != "cuda" else None
     if device.type == "cuda":
@@ -208,7 +208,7 @@ def save(shape: Shape, directory: Path, device: torch.device) -> Path:
 
 
 def load(shape: Shape, directory: Path, *, in_ram: bool = False) -> FluxShaped:
-    """The model with its weights: maps of the files, or with memory of their own (`in_ram`)."""
+    """Load the model; its weights are maps of the files, or copies in RAM (`in_ram`)."""
     model = on_meta(shape)
     for shard in sorted(directory.glob("*.safetensors")):
         weights = load_file(shard)
@@ -219,13 +219,13 @@ def load(shape: Shape, directory: Path, *, in_ram: bool = False) -> FluxShaped:
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all weights."""
+    """Return the bytes of all weights."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
 @torch.no_grad()
 def denoise(model: FluxShaped, steps: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Yield the image (packed latents) after each step: always the same for the same weights."""
+    """Yield the image (packed latents) after each step, deterministic for given weights."""
     generator = torch.Generator().manual_seed(1)
     shape = model.shape
 

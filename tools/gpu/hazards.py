@@ -1,8 +1,8 @@
-"""Page-locked memory whose registration and map do not end together.
+"""Hazards of page-locked memory that is unmapped before it is unregistered.
 
-Memory that is unmapped while the driver has it registered gives old values to whatever is mapped
-at its addresses next, in any library of the process. Each line here may leave the driver so, and is
-the last one of its process.
+Then the device reads stale values from memory that is later mapped at the same addresses, in any
+library of the process. Each line may leave the driver in that state, so it is the last of its
+process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OLD, NEW = 7, 9
 
 
 class Pages:
-    """The C library's maps, at addresses that one names."""
+    """mmap and munmap of the C library, at given addresses."""
 
     READ_WRITE = 1 | 2
     FLAGS = 0x02 | 0x20 | 0x100000  # private, anonymous, nothing replaced
@@ -42,7 +42,7 @@ class Pages:
     def map(self, nbytes: int, address: int | None, value: int) -> torch.Tensor:
         """Return new memory, at `address` if given, filled with `value`.
 
-        Raises Unavailable if something else has the addresses.
+        Raises Unavailable if the addresses are in use.
         """
         flags = self.FLAGS if address else 0x02 | 0x20
         found = self._library.mmap(address, nbytes, self.READ_WRITE, flags, -1, 0)
@@ -52,7 +52,7 @@ class Pages:
         return torch.frombuffer(memory, dtype=torch.uint8).fill_(value)
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Give memory back to the system."""
+        """Unmap memory."""
         self._library.munmap(address, nbytes)
 
 
@@ -65,13 +65,13 @@ class Hazards:
         self.nbytes = bench.scaled(64 << 20, 1 << 20)
 
     def runtime(self) -> Any:
-        """The functions of the driver that register memory."""
+        """The driver's functions that register memory. Raises Unavailable if there are none."""
         if not hasattr(self.module, "cudart"):
             raise Unavailable(f"{self.bench.device.type} registers no memory")
         return self.module.cudart()
 
     def launch_raises(self) -> float:
-        """Return 1.0 if a launch of this thread reports an error that is not its own."""
+        """Return 1.0 if a launch on this thread reports an earlier call's error, else 0.0."""
         try:
             torch.ones(8, device=self.bench.device).add_(1)
             self.bench.accelerator.synchronize()
@@ -80,9 +80,9 @@ class Hazards:
         return 0.0
 
     def unmapped(self) -> Figures:
-        """Map, register, unmap, map again: does the device read the new memory, or the old?
+        """Map, register, unmap and map again, and check whether the device reads old memory.
 
-        Raises Unavailable on a device that neither raises nor reads the old memory.
+        Raises Unavailable on a device that neither raises an error nor reads old memory.
         """
         runtime, pages = self.runtime(), Pages()
         old = pages.map(self.nbytes, None, OLD)
@@ -99,7 +99,7 @@ class Hazards:
             return {"raised": 1.0}
         stale = int((found == OLD).sum()) / self.nbytes
         if self.bench.device.type != "cuda" and not stale:
-            raise Unavailable(f"{self.bench.device.type} does not notice that")
+            raise Unavailable(f"{self.bench.device.type} does not detect the hazard")
         return {
             "raised": 0.0,
             "stale": stale,
@@ -109,7 +109,7 @@ class Hazards:
         }
 
     def dropped(self) -> Figures:
-        """Drop an arena without closing it: are its addresses as good as new?"""
+        """Drop an arena without closing it, and check that its addresses can be reused."""
         runtime = self.runtime()
         address = self._dropped_address()
         gc.collect()
@@ -127,7 +127,7 @@ class Hazards:
         return memory.data_ptr()
 
     def refused(self) -> Figures:
-        """Let the driver refuse a registration: one warning, right values, no error left behind."""
+        """Make the driver reject a registration; expect one warning and correct values."""
         asked: list[int] = []
         with self._refusing(asked), warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -156,12 +156,12 @@ class Hazards:
 
 
 def groups(bench: Bench) -> Sequence[Group]:
-    """The lines of this part."""
+    """Return the lines of this part."""
     hazards = Hazards(bench)
     right = [Goal("wrong", at_most=0), Goal("launch_raises", at_most=0)]
     warned = [Goal("warnings", 1, 1), *right]
     refused = [Goal("refused", at_most=0), *right]
-    about = "the hazard itself, without a store: shares and error codes as they are"
+    about = "the hazard itself, without a store: raw shares and error codes"
     lines = [
         Line("a refused registration", "by the driver", hazards.refused, warned),
         Line("a dropped arena", "its addresses, mapped again", hazards.dropped, refused),

@@ -1,10 +1,10 @@
 """Inference: a transformer of the size of FLUX.1-dev denoises with half of its weights on the GPU.
 
-23.8 GB of weights, 4,096 + 512 tokens, 2 steps to warm up and 6 that count; peers that take long
-run 1 and 2. Each contender but the resident model may reserve 24 GB of the GPU, as on a smaller
-one, and a store gets 12 GB of that. The bound of a step is the longest of: computing, copying what
-is missing on the device, reading what is missing in RAM. Figures are medians by step; those of the
-first step have a name that says so, and its parts (reading, page-locking, computing) overlap.
+23.8 GB of weights, 4,096 + 512 tokens, 2 warm-up steps and 6 measured ones; slow peers run 1 and 2.
+Each contender except the resident model may reserve 24 GB of the GPU, as on a smaller one, and a
+store gets 12 GB of that. The lower bound of a step is the longest of: computing, copying the groups
+that are not on the device, reading those that are not in RAM. Figures are medians over steps.
+Figures of the first step are named as such; its parts (reading, page-locking, computing) overlap.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ WITHIN = Goal("device_budgets_taken", at_most=1)
 
 
 Steps = tuple[int, int]
-"""How many to warm up, and how many that count."""
+"""Numbers of warm-up steps and of measured steps."""
 STEPS: Steps = (2, 6)
 FEW: Steps = (1, 2)
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is run. `limit` is what may be reserved of the device, `device` the store's budget."""
+    """A model and its device memory in bytes: `limit` in all, `device` for the store."""
 
     shape: flux_shaped.Shape
     limit: int | None
@@ -65,17 +65,17 @@ class Inference:
 
     @property
     def checkpoint(self) -> Path:
-        """The weights' files, which the first process that wants them writes for all."""
+        """The weight files; the first process that needs them writes them for all."""
         place = self.bench.place / "checkpoint"
         if not place.exists():
             draft = place.with_suffix(".draft")
-            shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+            shutil.rmtree(draft, ignore_errors=True)  # left by a crashed process
             flux_shaped.save(self.case.shape, draft, self.bench.device).rename(place)
         return place
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights."""
+        """Bytes of all weights of the model."""
         return flux_shaped.weight_bytes(flux_shaped.on_meta(self.case.shape))
 
     # Contenders ------------------------------------------------------------------------------
@@ -85,7 +85,7 @@ class Inference:
         yield self._in_ram().to(self.bench.device), None
 
     def ours(self, ram: float, device: int, **cut: Any) -> Prepared:
-        """A store with RAM for the share `ram` of the weights, and `device` bytes of the device."""
+        """Use a store with RAM for the share `ram` of the weights, and `device` bytes of device."""
 
         @contextmanager
         def prepared(place: Path) -> Iterator[tuple[FluxShaped, TierStore]]:
@@ -97,7 +97,7 @@ class Inference:
                 device_budget=device,
             ) as store:
                 enable_group_offload(model, store, **cut)
-                yield model, store  # nobody needs an ordinary model again: that takes its memory
+                yield model, store  # no `disable`, which would need memory for an ordinary model
 
         return prepared
 
@@ -145,10 +145,10 @@ class Inference:
     def run(
         self, prepared: Prepared, *, limited: bool = True, steps: Steps = STEPS
     ) -> dict[str, float]:
-        """Denoise as a contender does."""
+        """Denoise with a contender."""
         case, accelerator, (warm_up, counted) = self.case, self.bench.accelerator, steps
-        _ = self.checkpoint  # no contender writes it while it is timed
-        accelerator.start_over()
+        _ = self.checkpoint  # write it before timing
+        accelerator.reset()
         base = accelerator.reserved()
         entered = time.perf_counter()
         with (
@@ -181,7 +181,7 @@ class Inference:
             }
             if store is not None:
                 figures |= self._of_the_store(store, moved[warm_up - 1], moved[-1], counted)
-        accelerator.start_over()
+        accelerator.reset()
         return figures | {f"checksum_{n}": found for n, found in enumerate(checksums, start=1)}
 
     def _of_the_store(
@@ -199,14 +199,14 @@ class Inference:
         }
 
     def beside(self, prepared: Prepared, steps: Steps = STEPS) -> dict[str, float]:
-        """Denoise, and compare the image with that of the resident model."""
+        """Denoise, and compare the image to that of the resident model."""
         name = f"checksum_{sum(steps)}"
         expected = self.bench.figure(RESIDENT, name)
         figures = self.run(prepared, steps=steps)
         return figures | {"differing": float(figures[name] != expected)}
 
     def compared(self, prepared: Prepared, ram: float, device: int) -> dict[str, float]:
-        """Denoise as a store does, and compare with the bound."""
+        """Denoise with a store, and compare the time to the bound."""
         compute = self.bench.figure(RESIDENT, "seconds")
         figures = self.beside(prepared)
         on_link = max(0, self.weights - device) / self.bench.link_speed
@@ -217,7 +217,7 @@ class Inference:
         return figures
 
     def tight(self) -> Figures:
-        """With next to nothing on the device: what a group costs beyond its bytes."""
+        """Measure the cost per group, with almost all groups crossing the link."""
         figures = self.compared(self.ours(1.1, self.case.tight), 1.1, self.case.tight)
         moving = figures["onloaded_gb"] * 1e9 / self.bench.link_speed
         beyond = figures["seconds"] - max(moving, self.bench.figure(RESIDENT, "seconds"))
@@ -225,21 +225,21 @@ class Inference:
         return figures
 
     def peers(self) -> Figures:
-        """Our seconds with all in RAM to those of diffusers."""
+        """Compare a store with all weights in RAM to diffusers."""
         seconds = [self.bench.figure(name, "seconds") for name in (IN_RAM, STREAMED)]
         return {"to_diffusers": seconds[0] / seconds[1]}
 
     # Lines -----------------------------------------------------------------------------------
 
     def groups(self) -> Sequence[Group]:
-        """The store, and what else works from RAM. The most important comes first."""
+        """Return the lines of the store and of peers that work from RAM, most important first."""
         return [
             Group(
                 "ours",
                 [
                     Line(
                         RESIDENT,
-                        "the whole model on the GPU, without a limit: what computing takes",
+                        "the whole model on the GPU, without a limit: compute time",
                         lambda: self.run(self.resident, limited=False),
                         seconds=40,
                     ),
@@ -248,7 +248,7 @@ class Inference:
                     self._ours(QUARTER, 0.25, at_most=1.2),
                     Line(
                         TIGHT,
-                        "almost all crosses the link: what a group costs",
+                        "almost all groups cross the link: the cost per group",
                         self.tight,
                         [EQUAL, WITHIN],
                         seconds=35,
@@ -273,7 +273,7 @@ class Inference:
         ]
 
     def disk_peers(self) -> Sequence[Group]:
-        """What else works from files."""
+        """Return the lines of peers that work from files."""
         about = "its files stay in the page cache"
         return [
             Group(
@@ -294,7 +294,7 @@ class Inference:
             goals.append(Goal("to_bound", at_most=at_most))
         return Line(
             name,
-            f"a store with {device / 1e9:g} GB of the GPU, RAM for {ram:g} of the weights",
+            f"a store with {device / 1e9:g} GB of GPU memory and RAM for {ram:g} of the weights",
             lambda: self.compared(self.ours(ram, device, **cut), ram, device),
             goals,
             seconds=45 if name == QUARTER else 35,
@@ -305,10 +305,10 @@ class Inference:
 
 
 def groups(bench: Bench) -> Sequence[Group]:
-    """The lines of the part `inference`."""
+    """Return the lines of the part `inference`."""
     return Inference(bench).groups()
 
 
 def disk_peers(bench: Bench) -> Sequence[Group]:
-    """The lines of the part `disk_peers`."""
+    """Return the lines of the part `disk_peers`."""
     return Inference(bench).disk_peers()

@@ -1,7 +1,7 @@
-"""The lines of a part: what is measured, what it should be, and the file of the results.
+"""The lines of a part: measurements, goals, and the file of results.
 
-A line is measured by a function that gives figures, plain numbers by name. Its goals are bounds on
-single figures, so that a verdict can be checked against the data in the file.
+A line is measured by a function that returns figures: plain numbers by name. Its goals are bounds
+on single figures, so that each verdict can be checked against the data in the file.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ TIME = NOT_RUN + "time"
 
 
 class Unavailable(Exception):
-    """A line cannot be measured on this machine. The message says what is missing."""
+    """Raised if a line cannot be measured on this machine. The message says what is missing."""
 
 
 class Postponed(Exception):
-    """A line was not measured in this run; another run should. The message says why, and from its
-    second line on what was seen."""
+    """Raised if a line must be measured in another run.
+
+    The first line of the message is the reason; the rest is output.
+    """
 
 
 class Failed(Exception):
-    """A line has failed, and has figures nevertheless. The message says how."""
+    """Raised if a line failed but has figures. The message says how it failed."""
 
     def __init__(self, text: str, figures: Figures) -> None:
         super().__init__(text)
@@ -41,14 +43,14 @@ class Failed(Exception):
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure should be within these bounds, which belong to what is allowed."""
+    """Inclusive bounds of a figure."""
 
     figure: str
     at_least: float = -math.inf
     at_most: float = math.inf
 
     def met(self, figures: Figures) -> bool:
-        """Whether it is. Not a number is within no bounds. Raises KeyError without the figure."""
+        """Return True if the figure is within bounds; NaN never is. Raises KeyError if missing."""
         return self.at_least <= figures[self.figure] <= self.at_most
 
     def __str__(self) -> str:
@@ -62,10 +64,10 @@ class Goal:
 
 @dataclass(frozen=True)
 class Line:
-    """Something to measure.
+    """A measurement.
 
-    `seconds` is about how long it takes on an H100. `peer` marks another library's code, whose
-    errors are not ours. After a line that `poisons` its process, the next one gets a fresh process.
+    `seconds` is its approximate duration on an H100. `peer` marks code of another library, whose
+    errors do not count as missed. If a line `poisons` its process, the next one gets a new process.
     """
 
     name: str
@@ -78,13 +80,13 @@ class Line:
 
     @property
     def limit(self) -> float:
-        """Seconds after which the line hangs, as far as anyone can tell."""
+        """Seconds after which the line is considered hung."""
         return 3 * self.seconds + 30
 
 
 @dataclass(frozen=True)
 class Group:
-    """Lines that belong together."""
+    """Related lines."""
 
     name: str
     lines: Sequence[Line]
@@ -92,7 +94,7 @@ class Group:
 
 @dataclass
 class Entry:
-    """The result of a line. A later run measures the line again unless it is `done`."""
+    """The result of a line. Unless it is `done`, a later run measures the line again."""
 
     group: str
     name: str
@@ -116,10 +118,10 @@ def verdict(goals: Sequence[Goal], figures: Figures) -> str:
 
 
 class Report:
-    """The file of a part's results, written anew, and atomically, with each change.
+    """The file of a part's results, rewritten atomically with each change.
 
-    Results of earlier runs are kept; `about` is the rest of the document, of which the earliest
-    stays.
+    Results of earlier runs are kept. `about` is the rest of the document; that of the first run is
+    kept.
     """
 
     def __init__(self, path: Path, groups: Sequence[Group], about: Mapping[str, Any]) -> None:
@@ -142,22 +144,22 @@ class Report:
 
     @property
     def left(self) -> list[Line]:
-        """The lines that have no result."""
+        """Return the lines without a result."""
         return [line for line in self.lines if not self.entries[line.name].done]
 
     @property
     def figures(self) -> dict[str, Figures]:
-        """The figures of the lines that are done, by name."""
+        """Return the figures of finished lines, by name."""
         return {name: entry.figures for name, entry in self.entries.items() if entry.done}
 
     @property
     def missed(self) -> bool:
-        """Whether a line was missed, or a process did not end as it should."""
+        """True if a line was missed or a process ended abnormally."""
         entries = self.entries.values()
         return bool(self.remarks) or any(entry.verdict == MISSED for entry in entries)
 
     def remark(self, text: str) -> None:
-        """Add something that concerns no single line."""
+        """Add a remark about the whole part."""
         self.remarks.append(text)
         self._write()
 
@@ -166,10 +168,13 @@ class Report:
         entry = replace(self.entries[name], verdict=verdict, **changes)
         self.entries[name] = entry
         self._write()
-        print(f"{entry.group} / {name}: {verdict} {told(entry.figures)}{entry.error}", flush=True)
+        print(
+            f"{entry.group} / {name}: {verdict} {format_figures(entry.figures)}{entry.error}",
+            flush=True,
+        )
 
     def ended(self, line: Line, why: str) -> None:
-        """Note that the process ended by itself while it measured a line: that is a result."""
+        """Record that the process died while it measured a line, which is a result."""
         found = f"{NOT_RUN}{why}" if line.peer else MISSED
         self.note(line.name, found, error=f"{why}\n", done=True)
 
@@ -185,7 +190,7 @@ class Report:
 
 
 def attempt(line: Line) -> dict[str, Any]:
-    """Measure a line. Returns what changes of its entry."""
+    """Measure a line. Return the changes to its entry."""
     figures: Figures = {}
     error, done = "", True
     try:
@@ -204,12 +209,12 @@ def attempt(line: Line) -> dict[str, Any]:
     return {"verdict": found, "figures": figures, "error": error, "done": done}
 
 
-def told(figures: Figures) -> str:
-    """Figures in one line."""
+def format_figures(figures: Figures) -> str:
+    """Format figures on one line."""
     return ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
 
 
 def first_line(error: BaseException) -> str:
-    """The kind of an error, and the beginning of its message."""
+    """Return the class of an error and the first line of its message."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 200 else f"{text[:200]}…"

@@ -2,10 +2,9 @@
 
     python -m tools.gpu.pages gpu/*.json [--to DIR]
 
-A page is named after its subject, the device and the day, and names the hardware. Files with the
-same three are one page. Prose around the figures stays as it is when a page is written again. A run
-with `--small`, or without a GPU, has measured nothing for readers: it makes a page only with
-`--trial`.
+A page is named after its subject, the device and the date, and describes the hardware. Files with
+the same three are merged into one page. Rewriting a page keeps the prose around the figures. A run
+with `--small` or without a GPU is a trial, and gets a page only with `--trial`.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from tools.gpu.lines import HOLDS, MEASURED, MISSED
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 TITLES = {
     "correctness": "Correctness on a GPU",
-    "inference": "Inference on a GPU with half of the weights there",
-    "training": "Training on a GPU with activations, or state, somewhere else",
+    "inference": "Inference on a GPU that holds half of the weights",
+    "training": "Training on a GPU with activations or state offloaded",
 }
 
 HOW = "```sh\npython -m tools.gpu --minutes 12 --out gpu\n```"
 NO_FIGURE = "checksum"
-"""Figures whose names begin so are for comparing lines."""
+"""Prefix of figures that only serve to compare lines."""
 
 Document = Mapping[str, Any]
 
 
-def together(documents: Sequence[Document]) -> list[Document]:
-    """Join documents that belong on the same page."""
+def merged(documents: Sequence[Document]) -> list[Document]:
+    """Merge documents that belong on the same page."""
     joined: dict[str, dict[str, Any]] = {}
     for document in documents:
         page = joined.setdefault(name_of(document), {**document, "seconds": 0, "lines": []})
@@ -47,13 +46,13 @@ def together(documents: Sequence[Document]) -> list[Document]:
 
 
 def name_of(document: Document) -> str:
-    """The file name of a page."""
+    """Return the file name of a page."""
     hardware = re.sub(r"[^a-z0-9]+", "-", document["hardware"]["name"].lower()).strip("-")
     return f"gpu-{document['command']}_{hardware}_{document['began'][:10]}.md"
 
 
 def text_of(document: Document) -> str:
-    """What a page says."""
+    """Return the text of a page."""
     parts = ["\n".join(f"- {line}" for line in about(document)), HOW]
     for name, lines in groupby(document["lines"], key=lambda line: line["group"]):
         found = list(lines)
@@ -62,7 +61,7 @@ def text_of(document: Document) -> str:
         parts += [
             f"{line['name']}:\n\n```text\n{line['error']}```" for line in found if line["error"]
         ]
-    parts.append("\n".join(f"- {claim}" for claim in claims(document)) or "- nothing was promised")
+    parts.append("\n".join(f"- {claim}" for claim in claims(document)) or "- no goals")
     return "\n\n".join(parts)
 
 
@@ -81,13 +80,13 @@ def about(document: Document) -> Iterator[str]:
 
 
 def verdict_of(line: Document) -> str:
-    """Missed goals are to be seen."""
+    """Return the verdict of a line, in bold if missed."""
     verdict: str = line["verdict"]
     return verdict.upper() if verdict == MISSED else "" if verdict == MEASURED else verdict
 
 
 def figures_of(line: Document) -> str:
-    """All of them, in one cell."""
+    """Format the figures of a line in one cell."""
     return "; ".join(
         f"{name} {value:,.4g}"
         for name, value in line["figures"].items()
@@ -96,7 +95,7 @@ def figures_of(line: Document) -> str:
 
 
 def claims(document: Document) -> Iterator[str]:
-    """What was promised, and what came of it."""
+    """Yield each goal with its verdict."""
     for line in document["lines"]:
         if line["goals"] and line["verdict"] in (HOLDS, MISSED):
             yield f"{verdict_of(line)}: {line['name']}: {', '.join(line['goals'])}"
@@ -105,17 +104,17 @@ def claims(document: Document) -> Iterator[str]:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.gpu.pages", description=__doc__)
     parser.add_argument("results", type=Path, nargs="+", help="JSON files")
-    parser.add_argument("--to", type=Path, default=PAGES, help="the folder for pages")
-    parser.add_argument("--trial", action="store_true", help="pages of trials, too")
+    parser.add_argument("--to", type=Path, default=PAGES, help="folder for pages")
+    parser.add_argument("--trial", action="store_true", help="write pages of trials, too")
     options = parser.parse_args(words)
     documents = []
     for path in options.results:
         document = json.loads(path.read_text())
         if (document["small"] or "device_gib" not in document["hardware"]) and not options.trial:
-            print(f"{path}: a trial, which has measured nothing: no page")
+            print(f"{path}: a trial run: no page (use --trial)")
         else:
             documents.append(document)
-    for document in together(documents):
+    for document in merged(documents):
         page = options.to / name_of(document)
         publish(page, TITLES[document["command"]], text_of(document))
         print(page)

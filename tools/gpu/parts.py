@@ -1,4 +1,4 @@
-"""What `python -m tools.gpu` measures: its parts, the most important first."""
+"""The parts of `python -m tools.gpu`, the most important first."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tools.gpu.lines import Figures, Group
 
 @dataclass(frozen=True)
 class Part:
-    """Lines that are measured in processes of their own, and written to `NAME.json`.
+    """Lines that are measured in separate processes and written to `NAME.json`.
 
-    Parts of the same step run side by side. `page` names the page on which the results belong.
+    Parts of the same step run concurrently. `page` is the name of the page for the results.
     """
 
     name: str
@@ -39,7 +39,7 @@ PARTS = (
 def lines_of(
     name: str, device: str, small: bool, place: Path, ends: float
 ) -> tuple[Sequence[Group], dict[str, Figures]]:
-    """Make the lines of a part, in a process for them."""
+    """Create the lines of a part, in the process that measures them."""
     bench = Bench(found_device(device), small, place, ends)
     (part,) = (part for part in PARTS if part.name == name)
     return part.groups(bench), bench.figures

@@ -1,8 +1,8 @@
-"""Speeds that later parts refer to, and the cost of a group: 64 groups, a quarter on the device.
+"""Bandwidths that later parts refer to, and the cost per group: 64 groups, a quarter on the device.
 
-The loop by hand is the least that offloading can be: weights in torch's page-locked memory, six
-slots on the device, copies on a side stream, events. It has as much of the device as the store:
-ten groups stay there, beside its slots.
+The loop by hand is minimal offloading: weights in torch's page-locked memory, six slots on the
+device, copies on a side stream, events. It uses as much device memory as the store: ten resident
+groups, besides its slots.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tools.gpu.bench import Bench, checksum
 from tools.gpu.lines import Figures, Goal, Group, Line
 
 SIZES = (2, 8, 32)
-"""MiB of a group; KiB in a trial."""
+"""Group sizes in MiB (in KiB for a trial)."""
 COUNT, ON_DEVICE, SLOTS = 64, 16, 6
 WARM_UP, PASSES = 4, 10
 
@@ -33,7 +33,7 @@ Prepared = Callable[[nn.Sequential, Path], AbstractContextManager[Forward]]
 
 
 class Machine:
-    """What the machine can do."""
+    """Measurements of the machine."""
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
@@ -41,7 +41,7 @@ class Machine:
         self.accelerator = bench.accelerator
 
     def environment(self) -> Figures:
-        """What the store asks of the system."""
+        """Check the system features that a store uses."""
         place = str(self.bench.place)
         return {
             "direct_reads": float(direct_reads(place) == "yes"),
@@ -50,7 +50,7 @@ class Machine:
         }
 
     def disk(self) -> Figures:
-        """The disk, by the code that a store reads and writes with."""
+        """Measure the disk with the store's own read and write code."""
         found = self.bench.disk
         return {
             "read_gb_per_second": found.read / 1e9,
@@ -60,7 +60,7 @@ class Machine:
         }
 
     def registering(self) -> Figures:
-        """Milliseconds for making and unmaking page-locked memory, by size."""
+        """Measure the milliseconds to create and free page-locked memory, by size."""
         figures = {}
         for size in [1, 16, 256, 1024] if not self.bench.small else [1, 2]:
             began = time.perf_counter()
@@ -71,7 +71,7 @@ class Machine:
         return figures
 
     def link(self) -> Figures:
-        """Copies from and to a store's memory, beside torch's own page-locked memory."""
+        """Measure copies from and to a store's memory, compared to torch's page-locked memory."""
         nbytes = self.bench.scaled(256 << 20, 1 << 20)
         theirs = torch.empty(nbytes, dtype=torch.uint8).pin_memory()
         plain = torch.ones(nbytes, dtype=torch.uint8)
@@ -85,7 +85,7 @@ class Machine:
         return figures
 
     def launches(self) -> Figures:
-        """How long a launch takes while nothing else is done, and while memory is page-locked."""
+        """Measure the duration of a launch when idle, and while memory is being page-locked."""
         idle = self._launch_seconds(lambda: time.sleep(0.01))
         nbytes = self.bench.scaled(256 << 20, 1 << 20)
 
@@ -127,7 +127,7 @@ class Machine:
         return seconds
 
     def group(self) -> Group:
-        """The lines, by which later parts have their bounds."""
+        """Return the lines from which later parts derive their bounds."""
         names = ("onload_to_pin_memory", "offload_to_pin_memory")
         as_fast = [Goal(name, at_least=0.95) for name in names]
         lines = [
@@ -163,15 +163,15 @@ class PerGroup:
         self.nbytes = size << (10 if bench.small else 20)
 
     def layers(self) -> nn.Sequential:
-        """The model, always the same."""
+        """Return the model, always the same."""
         width = round((self.nbytes // 2) ** 0.5)
         torch.manual_seed(0)
         return nn.Sequential(*(Layer(width) for _ in range(COUNT))).requires_grad_(False)
 
     def run(self, prepared: Prepared) -> Figures:
-        """Median seconds of a pass."""
+        """Measure the median seconds of a pass."""
         accelerator = self.bench.accelerator
-        accelerator.start_over()
+        accelerator.reset()
         layers = self.layers()
         width = layers[0].linear.in_features
         rows = self.bench.scaled(256, 8)
@@ -251,10 +251,10 @@ class PerGroup:
             yield layers
             self.stats = store.stats()
             keys = [group.key for group in store.snapshot().groups]
-            self.groups = sum(not key.startswith("weights/") for key in keys)  # not as they came
+            self.groups = sum(not key.startswith("weights/") for key in keys)  # repartitioned
 
     def compared(self, prepared: Prepared, moving: int) -> dict[str, float]:
-        """Seconds beyond the bound: computing, or `moving` groups over the link."""
+        """Compare a pass to the bound: computing, or moving `moving` groups over the link."""
         compute = self.bench.figure(f"{self.name}, resident", "seconds")
         figures = dict(self.run(prepared))
         bound = max(compute, moving * self.nbytes / self.bench.link_speed)
@@ -266,7 +266,7 @@ class PerGroup:
         }
 
     def store(self) -> Figures:
-        """The store, beside the loop by hand."""
+        """Compare the store to the loop by hand."""
         by_hand = self.bench.figure(f"{self.name}, by hand", "seconds")
         figures = self.compared(self.ours, COUNT - ON_DEVICE)
         return figures | {
@@ -277,7 +277,7 @@ class PerGroup:
         }
 
     def group(self) -> Group:
-        """The lines of a size."""
+        """Return the lines of one group size."""
         name, moving = self.name, COUNT - ON_DEVICE
         equal, all_groups = Goal("differing", at_most=0), Goal("groups", COUNT, COUNT)
 
@@ -293,5 +293,5 @@ class PerGroup:
 
 
 def groups(bench: Bench) -> Sequence[Group]:
-    """The lines of this part."""
+    """Return the lines of this part."""
     return [Machine(bench).group(), *(PerGroup(bench, size).group() for size in SIZES)]

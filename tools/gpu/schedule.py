@@ -1,8 +1,8 @@
-"""The order in which parts are measured, each in processes of its own, within the time there is.
+"""Runs parts in separate processes, within the time limit.
 
-Parts of one step run side by side. A part gets a fresh process after an error, and after a line
-that poisons its process, so that no fault ends another line. A process is killed, with all that it
-has started, at the end of the time, or when its line takes much longer than it should.
+Parts of one step run concurrently. A part gets a new process after an error and after a line that
+poisons its process, so that no fault affects another line. A process is killed, with all its
+children, at the deadline or when its line takes much longer than expected.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from tools.bench.apart import Apart, Ended, Killed, Late, kill
 from tools.gpu.lines import NOT_RUN, TIME, Figures, Group, Line, Report, attempt
 
 Make = Callable[..., tuple[Sequence[Group], dict[str, Figures]]]
-"""Makes the lines of a part, and the figures of other lines that they refer to."""
+"""Creates the lines of a part, and the figures of other lines that they refer to."""
 
 
 def measured(make: Make, arguments: tuple[Any, ...]) -> Generator[Any, Any, None]:
-    """Measure each line whose name comes, in a process for that; None asks for its threads."""
+    """Measure each line whose name is sent; None returns the names of the process's threads."""
     groups, known = make(*arguments)
     lines = {line.name: line for group in groups for line in group.lines}
     message = yield None
@@ -38,7 +38,7 @@ def measured(make: Make, arguments: tuple[Any, ...]) -> Generator[Any, Any, None
 
 @dataclass
 class Job:
-    """A part to measure: steps come one after the other; `make(*arguments)` gives its lines."""
+    """A part to measure, in its step. `make(*arguments)` returns its lines."""
 
     name: str
     step: int
@@ -48,14 +48,14 @@ class Job:
 
 
 class Schedule:
-    """Measures jobs until time.monotonic says `ends`. Lines take `scale` times their seconds."""
+    """Runs jobs until `ends` (monotonic). `scale` multiplies the expected seconds of lines."""
 
     def __init__(self, jobs: Sequence[Job], ends: float, scale: float = 1.0) -> None:
         self._jobs, self._ends, self._scale = jobs, ends, scale
         self._processes: list[Apart] = []
 
     def run(self) -> None:
-        """Measure what is left. No process of a job outlives this call."""
+        """Measure all lines without a result. No process of a job outlives this call."""
         for _, jobs in groupby(self._jobs, key=lambda job: job.step):
             together = list(jobs)
             with ThreadPoolExecutor(len(together)) as pool:
@@ -75,7 +75,7 @@ class Schedule:
         try:
             for line in job.report.left:
                 if (need := self._scale * line.seconds) > (left := max(self._left(), 0.0)):
-                    why = f"it takes about {need:.0f} s, {left:.0f} s are left"
+                    why = f"needs about {need:.0f} s, {left:.0f} s are left"
                     job.report.note(line.name, f"{TIME}: {why}")
                     continue
                 process = process or self._started(job)
@@ -85,7 +85,7 @@ class Schedule:
                     process.__exit__()
                     process = None
             if process is not None and (threads := process.ask(None)):
-                job.report.remark(f"threads of a process that ends: {', '.join(threads)}")
+                job.report.remark(f"threads left in a process at its end: {', '.join(threads)}")
         finally:
             if process is not None:
                 process.__exit__()
@@ -99,7 +99,7 @@ class Schedule:
             process.__exit__()
             late = isinstance(error, Late)
             if not late:
-                job.report.remark(f"no process starts: {error}")
+                job.report.remark(f"the process did not start: {error}")
             why = f"{TIME}: no process has started" if late else f"{NOT_RUN}no process reaches it"
             for line in job.report.left:
                 job.report.note(line.name, why)
@@ -107,7 +107,7 @@ class Schedule:
         return process
 
     def _line(self, job: Job, line: Line, process: Apart) -> bool:
-        """Measure a line. Returns whether the process can go on."""
+        """Measure a line. Return True if the process can be reused."""
         known: Mapping[str, Figures] = {
             name: found for each in self._jobs for name, found in each.report.figures.items()
         }

@@ -1,10 +1,10 @@
-"""Training: activations, and then parameters, gradients and states, that are not on the GPU.
+"""Training with activations, or with parameters, gradients and states, outside the GPU.
 
-Activations: 16 blocks of 4,096 numbers per token, 16k tokens, bfloat16. The bound of a step is its
-forward or what is copied away meanwhile, and then its backward or what is copied back. State: a
+Activations: 16 blocks of 4,096 elements per token, 16k tokens, bfloat16. The lower bound of a step
+is the longer of forward and copying out, plus the longer of backward and copying back. State: a
 model of a billion parameters, 8k tokens, float32 (tensor cores round to TF32), AdamW on the CPU.
-Plain training has its optimizer on the CPU, too, so that losses can be equal. All lines run with
-deterministic algorithms, attention included. Figures are medians by step.
+Plain training also has its optimizer on the CPU, so that losses can be equal. All lines use
+deterministic algorithms, including attention. Figures are medians over steps.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Inside, the same step computes the same bits each time, or raises RuntimeError.
+    """In the block, make steps deterministic to the bit; unsupported operations raise RuntimeError.
 
-    The backward pass of cuDNN's attention, which torch prefers on an H100, adds in any order, and
-    does not know of deterministic algorithms. Those of flash and of memory-efficient attention
-    (float32) do, if torch is told to raise: `warn_only` leaves them as they are.
+    The backward pass of cuDNN's attention, which torch prefers on an H100, accumulates in any order
+    and ignores torch's setting. Those of flash and of memory-efficient attention (float32) respect
+    it, but not with `warn_only`.
     """
-    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS is deterministic only with it
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required for determinism of cuBLAS
     fill = torch.utils.deterministic.fill_uninitialized_memory
     precision = torch.get_float32_matmul_precision()
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # that takes time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs time
     torch.set_float32_matmul_precision("high")
     try:
         with sdpa_kernel(ATTENTION):
@@ -65,7 +65,7 @@ def deterministic() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class ActivationCase:
-    """The model's sizes (see train_offload), and the budgets of a store, in bytes."""
+    """Model sizes (see train_offload), and the budgets of a store in bytes."""
 
     model: train_offload.Case
     ram: int
@@ -75,7 +75,7 @@ class ActivationCase:
 
 
 class Activations:
-    """Steps of a model whose weights and gradients stay on the device."""
+    """Training steps of a model whose weights and gradients stay on the device."""
 
     FULL = ActivationCase(
         train_offload.Case(4096, 16, 4, 4096, steps=4),
@@ -93,7 +93,7 @@ class Activations:
         self.case = self.SMALL if bench.small else self.FULL
 
     def run(self, around: Callable[[Path, nn.Module], AbstractContextManager[Any]]) -> Figures:
-        """Steps whose forward passes are inside of `around`, which is entered anew for each."""
+        """Run steps, with each forward pass in a new context of `around`."""
         accelerator, device = self.bench.accelerator, self.bench.device
         model = train_offload.build(self.case.model, str(device)).to(self.case.dtype)
         x, y = (tensor.to(device) for tensor in train_offload.data(self.case.model))
@@ -102,7 +102,7 @@ class Activations:
             parameter.grad = torch.zeros_like(parameter)
         times: list[tuple[float, float]] = []
         with deterministic(), self.bench.folder() as place, around(place, model) as enter:
-            accelerator.start_over()
+            accelerator.reset()
             base = accelerator.reserved()
             for _ in range(WARM_UP + self.case.model.steps):
                 model.zero_grad(set_to_none=False)
@@ -120,7 +120,7 @@ class Activations:
             peak = accelerator.peak_reserved() - base
         forward, backward = (statistics.median(part) for part in zip(*times[WARM_UP:], strict=True))
         found = checksum([p.grad for p in model.parameters() if p.grad is not None])
-        accelerator.start_over()
+        accelerator.reset()
         return {
             "seconds": forward + backward,
             "forward_seconds": forward,
@@ -132,7 +132,7 @@ class Activations:
     def beside(
         self, around: Callable[[Path, nn.Module], AbstractContextManager[Any]]
     ) -> dict[str, float]:
-        """The same, and compare the gradients with those of steps without offloading."""
+        """Run steps, and compare the gradients to those without offloading."""
         figures = dict(self.run(around))
         return figures | {"differing": self.bench.differing(figures["checksum"], NONE)}
 
@@ -152,7 +152,7 @@ class Activations:
         yield lambda: OffloadActivations(use_pin_memory=True, use_streams=True)
 
     def ours(self) -> Figures:
-        """A store with room for everything in RAM."""
+        """Use a store that holds everything in RAM."""
         case, stores = self.case, []
         forward, backward = (
             self.bench.figure(NONE, name) for name in ("forward_seconds", "backward_seconds")
@@ -183,14 +183,14 @@ class Activations:
         }
 
     def group(self) -> Group:
-        """The lines of activations."""
+        """Return the lines of activations."""
         return Group(
             "activations",
             [
-                Line(NONE, "what computing takes", lambda: self.run(self.none), seconds=8),
+                Line(NONE, "compute time", lambda: self.run(self.none), seconds=8),
                 Line(
                     "offload_activations",
-                    f"a store with {self.case.device / 1e9:g} GB of the GPU",
+                    f"a store with {self.case.device / 1e9:g} GB of GPU memory",
                     self.ours,
                     [EQUAL, Goal("to_bound", at_most=1.3), Goal("peak_to_none", at_most=1)],
                     seconds=20,
@@ -217,7 +217,7 @@ class Activations:
 
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Trains with one batch, and gives its loss."""
+"""Trains on one batch, and returns its loss."""
 
 
 def loss_of(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -225,7 +225,7 @@ def loss_of(model: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, y: t
 
 
 class States:
-    """Steps of training with what is trained somewhere else than on the device."""
+    """Training steps with the training state outside the device."""
 
     FULL = train_offload.Case(2048, 20, 4, 2048, steps=3)
     SMALL = train_offload.Case(128, 3, 2, 16, steps=2)
@@ -235,12 +235,12 @@ class States:
         self.case = self.SMALL if bench.small else self.FULL
 
     def run(self, start: Callable[[Path], AbstractContextManager[Step]]) -> Figures:
-        """Train for some steps."""
+        """Run training steps."""
         accelerator, device = self.bench.accelerator, self.bench.device
         x, y = (tensor.to(device) for tensor in train_offload.data(self.case))
         seconds, losses = [], []
         with deterministic(), self.bench.folder() as place:
-            accelerator.start_over()
+            accelerator.reset()
             base = accelerator.reserved()
             with start(place) as step:
                 for _ in range(WARM_UP + self.case.steps):
@@ -249,7 +249,7 @@ class States:
                     accelerator.synchronize()
                     seconds.append(time.perf_counter() - began)
                 peak = accelerator.peak_reserved() - base
-            accelerator.start_over()
+            accelerator.reset()
         return {
             "seconds": statistics.median(seconds[WARM_UP:]),
             "peak_reserved_gb": peak / 1e9,
@@ -261,7 +261,7 @@ class States:
     def beside(
         self, start: Callable[[Path], AbstractContextManager[Step]], fused: bool = True
     ) -> dict[str, float]:
-        """The same, and compare the losses with those of plain training."""
+        """Run training steps, and compare the losses to plain training."""
         plain = self.bench.figure(PLAIN[fused], "seconds")
         figures = dict(self.run(start))
         return figures | {
@@ -270,7 +270,7 @@ class States:
         }
 
     def plain(self, fused: bool) -> Callable[[Path], AbstractContextManager[Step]]:
-        """The model on the device, its optimizer on the CPU: no overlap, and no budget."""
+        """Keep the model on the device and its optimizer on the CPU: no overlap, no budget."""
 
         @contextmanager
         def start(place: Path) -> Iterator[Step]:
@@ -295,7 +295,7 @@ class States:
         return start
 
     def ours(self, share: float, fused: bool) -> Figures:
-        """RAM for `share` of the state."""
+        """Use a store with RAM for `share` of the state."""
         stats: list[Any] = []
 
         @contextmanager
@@ -368,7 +368,7 @@ class States:
         yield step
 
     def group(self) -> Group:
-        """The lines of states. The most important comes first."""
+        """Return the lines of states, the most important first."""
         fused, not_fused = (
             Line(
                 name,
@@ -403,7 +403,7 @@ class States:
 def stepping(
     model: Callable[[torch.Tensor], torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> Step:
-    """The usual step."""
+    """Return an ordinary training step."""
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = loss_of(model, x, y)
@@ -416,10 +416,10 @@ def stepping(
 
 
 def activations(bench: Bench) -> Sequence[Group]:
-    """The lines of the part `activations`."""
+    """Return the lines of the part `activations`."""
     return [Activations(bench).group()]
 
 
 def states(bench: Bench) -> Sequence[Group]:
-    """The lines of the part `training`."""
+    """Return the lines of the part `training`."""
     return [States(bench).group()]

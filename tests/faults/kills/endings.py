@@ -39,7 +39,7 @@ def group_of(number: int) -> dict[str, torch.Tensor]:
 
 
 def number_of(group: Any) -> int:
-    """What `group_of` was given. Raises if these are not all the bytes of one group."""
+    """Return the value that `group_of` was given. Raises if bytes are missing or mixed."""
     number = int(group["even"][0])
     for tensor in group.values():
         if not torch.equal(tensor, torch.full((LENGTH,), number, dtype=torch.int32)):
@@ -216,7 +216,7 @@ def have_a_dead_disk(store: TierStore, tell: Tell) -> None:
 
 
 NO_STORE = "use no store"
-"""How long it takes to end at all, with torch and on this machine."""
+"""Return the seconds that an idle process takes to exit, with torch, on this machine."""
 
 WAYS: dict[str, Callable[[TierStore, Tell], None]] = {
     way.__name__.replace("_", " "): way

@@ -28,7 +28,7 @@ Tell = Callable[..., None]
 
 @dataclass
 class Ending:
-    """How a process ended, how long after its main program, and what others found afterwards."""
+    """The end of a process, its seconds after the main program, and the state found afterwards."""
 
     way: str
     seconds: float = -1.0
@@ -39,7 +39,7 @@ class Ending:
 
 
 def hear(source: int, child: int, until: float) -> tuple[list[Any], int | None, float]:
-    """What a child tells, how it ended (None: not in time), and when."""
+    """Return a child's output, its exit status (None: timed out), and the time of its end."""
     said = b""
     while select.select([source], [], [], max(0.0, until - time.monotonic()))[0]:
         if not (read := os.read(source, 1 << 16)):
@@ -57,7 +57,7 @@ def hear(source: int, child: int, until: float) -> tuple[list[Any], int | None, 
 
 
 def fork(do: Callable[[Tell], None], errors: Path) -> tuple[int, int] | None:
-    """Where to listen, and the child. None in the child, which has done it and is to end."""
+    """Return the pipe to read and the child. Returns None in the child, which has finished."""
     source, drain = os.pipe()
     child = os.fork()
     if child:

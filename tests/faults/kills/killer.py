@@ -1,9 +1,8 @@
-"""Kills the process it is in, at a chosen call of the system.
+"""Kills its own process at a chosen system call.
 
 Every function of `os` and the like through which the library touches files is wrapped: the n-th
-call from some moment on, of whatever thread, is the last one. The process dies before it, after it,
-or, if something is being written, when half of it is. What would change anything outside of one
-directory is told, too.
+call from a given moment on, by any thread, is the last one. The process dies before it, after it,
+or halfway through a write. Changes outside of one directory are reported, too.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Kills processes that use a store, and looks at what they leave.
+"""Kills processes that use a store, and checks the state that they leave.
 
     python -m tests.faults.kills.killing '[{"places": {"disk": "/tmp/x"}, "kills": 100, ...}]'
 
-All are forked from this process, which computes nothing and starts no thread: so torch is imported
-once. A process that is killed leaves its directory to the next one, which opens it, tells what it
-finds, works on, and is killed in turn: nobody tidies up in between. After some kills, everything is
-looked at with `tierstore-inspect`, and another directory is begun.
+All are forked from this process, which computes nothing and starts no thread: torch is imported
+once. A killed process leaves its directory to the next one, which opens it, reports what it finds,
+works on, and is killed in turn, without a cleanup in between. After some kills, the directory is
+checked with `tierstore-inspect`, and another one is begun.
 
-Some are killed at a chosen call of the system, some after a random time. Prints a line of JSON for
-each process: the number of the run, and an `Outcome`.
+Some are killed at a chosen system call, some after a random time. Prints a line of JSON for each
+process: the number of the run, and an `Outcome`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,15 @@ from click.testing import CliRunner
 from tests.faults.kills.killer import AFTER, BEFORE, HALF
 from tests.faults.kills.working import Plan, warm_up, work
 from tests.faults.promised import Promised, read_back
-from tests.helpers.processes import forked, heard
+from tests.helpers.processes import forked, messages_from
 from tierstore.cli.commands import inspector
 
 LIVES = 40  # in one directory
 CALLS = 50
-"""Calls of the system after which a process dies at the latest. Opening an empty directory makes
-about so many, and a put is on disk after half of them."""
+"""System calls after which a process dies at the latest.
+
+Opening an empty directory makes about so many, and a put is on disk after half of them.
+"""
 
 COMMITTING = ("rename", "rename", "unlink", "fsync", "pwrite")
 """Calls that are few, and that it all depends on: half of the processes die at one of these."""
@@ -50,7 +52,7 @@ DOINGS = (
 
 @dataclass
 class Outcome:
-    """What came of one process: how and in the middle of what it died, and what was wrong then."""
+    """The outcome of one process: how and where it died, and the faults found then."""
 
     place: str
     seed: str
@@ -100,7 +102,7 @@ class Scene:
         begun = time.monotonic()
         child, source = forked(lambda tell: work(plan, tell))
         under_way: dict[int, str] = {}
-        for told in heard(child, source, kill):
+        for told in messages_from(child, source, kill):
             self._hear(told, outcome, under_way)
         outcome.during = sorted(set(under_way.values()))
         outcome.seconds = time.monotonic() - begun
@@ -166,7 +168,7 @@ class Scene:
         return wrong + [f"not pruned: {path.name}" for path in self.disk_dir.glob("tmp/*")]
 
     def _inspect(self, command: str, *options: str) -> tuple[list[str], Any]:
-        """What is wrong with how `tierstore-inspect` ended, and what it said."""
+        """Return faults in the exit status and output of `tierstore-inspect`."""
         said: dict[str, Any] = {}
         wrong = []
 
@@ -176,7 +178,7 @@ class Scene:
             )
             tell("said", result.exit_code, result.output[-3000:])
 
-        for told in heard(*forked(inspect)):
+        for told in messages_from(*forked(inspect)):
             if told[0] == "said" and told[1] == 0:
                 said = json.loads(told[2])
             elif told[0] in ("said", "wrong"):
@@ -187,7 +189,7 @@ class Scene:
         """Open and close it once more, and look at everything that is left then."""
         outcome = Outcome(self._place, f"{self._seed} at the end")
         plan = Plan(0, str(self.disk_dir), steps=0)
-        for told in heard(*forked(lambda tell: work(plan, tell))):
+        for told in messages_from(*forked(lambda tell: work(plan, tell))):
             self._hear(told, outcome, {})
         outcome.wrong += self._inspect("verify", "--data")[0]
         wrong, said = self._inspect("prune", "-y")
@@ -199,8 +201,10 @@ class Scene:
 
 @dataclass(frozen=True)
 class Run:
-    """So many kills, in each place (a name, and where that is) in turn; or until the first that
-    shows something wrong. `only` kills at calls of that name, or all sorts."""
+    """Kill `kills` processes, in each place (a name and a directory) in turn.
+
+    Stops at the first fault if `until_wrong`. `only` kills at calls of that name, else at any.
+    """
 
     places: dict[str, str]
     kills: int

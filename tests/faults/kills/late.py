@@ -1,4 +1,4 @@
-"""What a process wants to do at its very end, after the exit handlers of what it imported later."""
+"""Runs a function at the very end of a process, after exit handlers imported later."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from tierstore.store import TierStore
 
 
 def is_of_a_group(call: Call) -> bool:
-    """Whether it is about the file that a group is written to before it counts."""
+    """Return whether a path is the temporary file that a group is written to before its commit."""
     return str(call.args[0]).startswith("object-")
 
 

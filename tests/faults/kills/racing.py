@@ -2,9 +2,9 @@
 
     python -m tests.faults.kills.racing DIRECTORY PROCESSES ROUNDS
 
-In each round all of them try at once. Who has opened it keeps it until all have tried. Prints a
-line of JSON for each round: how many won, what the others were told, and what was wrong. Nothing
-here imports torch.
+In each round all of them try at once. The winner keeps it until all have tried. Prints a line of
+JSON for each round: the number of winners, the errors of the others, and the faults. Imports no
+torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def tree(root: Path) -> dict[str, tuple[int, int, int]]:
 
 
 class Racer:
-    """A process that opens the directory whenever it is told to, and closes it when told to."""
+    """A process that opens and closes the directory on command."""
 
     def __init__(self, directory: Path) -> None:
         listens, self._speaks = os.pipe()
@@ -80,7 +80,7 @@ class Racer:
         os.write(self._speaks, b".")
 
     def answer(self) -> Any:
-        """What it says."""
+        """Return its next line of output."""
         return json.loads(os.read(self._listens, 4096))
 
     def end(self) -> None:

@@ -77,7 +77,7 @@ class Child:
         os.write(self._speaks, b".")
 
     def end(self, *, kill: bool = False) -> int:
-        """How it ended, once it has."""
+        """Return its exit status, once it has ended."""
         if kill:
             os.kill(self.process, signal.SIGKILL)
         _, status = os.waitpid(self.process, 0)
@@ -95,7 +95,7 @@ def numbers(number: int) -> torch.Tensor:
 
 
 def try_to_open(directory: Path) -> dict[str, Any]:
-    """What somebody else finds who opens the directory: what it holds, or what he is told."""
+    """Return what another process finds in the directory: its contents, or an error."""
 
     def look(tell: Tell, _: Wait) -> None:
         begun = time.monotonic()
@@ -233,7 +233,7 @@ def calls_of(store: TierStore, lease: Any) -> dict[str, Callable[[], Any]]:
         "discard": lambda: store.discard("group"),
         "prefetch": lambda: store.prefetch("group"),
         "offload": lambda: store.offload("group"),
-        "keep": lambda: store.keep("group"),
+        "keep": lambda: store.make_sticky("group"),
         "flush": store.flush,
         "keys": store.keys,
         "iterate": lambda: list(store),
@@ -263,7 +263,7 @@ def try_everything(store: TierStore, lease: Any, tell: Tell) -> None:
 
 
 def use(store: TierStore, which: int, over: threading.Event) -> None:
-    """What a thread of the parent does meanwhile. Raises if it finds anything but what it put."""
+    """Work in a thread of the parent. Raises if it reads anything but its own values."""
     number = 0
     while not over.is_set():
         number += 1
@@ -319,7 +319,7 @@ def owner_now() -> str:
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """What a worker of a DataLoader gets of a store that its parent has opened."""
+    """Return what a DataLoader worker gets of a store that its parent has opened."""
 
     def __init__(self, store: TierStore) -> None:
         self._store = store

@@ -71,14 +71,14 @@ def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ending]:
 
 @pytest.mark.long("the other ways to end", keep=SOME)
 @pytest.mark.parametrize("way", CODES)
-def test_a_process_with_much_under_way_ends_soon_and_leaves_it_whole(
+def test_busy_process_exits_soon_and_leaves_the_store_whole(
     way: str, endings: dict[str, Ending]
 ) -> None:
     ending = endings[way]
     assert ending.code == CODES[way], ending
     assert 0 <= ending.seconds < SOON
     # Nothing but its own error is said: no thread of ours fails, no lease is lost, nothing is
-    # ignored. A thread of the user's that outlives the store is told that it is closed.
+    # ignored. A user's thread that outlives the store gets an error: it is closed.
     told = ending.errors.count("ClosedError: the store is closed") if way in OUTLIVED else 0
     assert ending.errors.count("Traceback") == (ending.code == 1) + told
     assert ("RuntimeError: expected" in ending.errors) == (ending.code == 1)
@@ -96,7 +96,7 @@ def test_a_process_with_much_under_way_ends_soon_and_leaves_it_whole(
     assert ending.found["left behind"] == []
 
 
-def test_some_end_in_the_middle_of_writing(endings: dict[str, Ending]) -> None:
+def test_some_exits_happen_during_writes(endings: dict[str, Ending]) -> None:
     """The control: files that are half-written, and groups that did not come to the disk."""
     abrupt = [endings["be terminated"], endings["leave at once"]]
 
@@ -104,7 +104,7 @@ def test_some_end_in_the_middle_of_writing(endings: dict[str, Ending]) -> None:
     assert all(len(ending.found["groups"]) < len(FLUSHED | FRESH) for ending in abrupt)
 
 
-def test_after_the_stores_own_exit_handler_every_call_raises_at_once(
+def test_calls_after_the_exit_handler_raise_at_once(
     endings: dict[str, Ending],
 ) -> None:
     told = dict(endings["use it too late"].told)
@@ -115,16 +115,16 @@ def test_after_the_stores_own_exit_handler_every_call_raises_at_once(
     assert len(told) == 5
 
 
-def test_the_exit_of_a_forked_child_leaves_the_parent_its_lock(endings: dict[str, Ending]) -> None:
+def test_forked_childs_exit_leaves_the_parents_lock(endings: dict[str, Ending]) -> None:
     assert endings["fork a child that ends"].told["locked"]
 
 
 @pytest.mark.long(
     "takes ten seconds",
     sentinel="tests/faults/kills/test_exits.py"
-    "::test_a_process_with_much_under_way_ends_soon_and_leaves_it_whole",
+    "::test_busy_process_exits_soon_and_leaves_the_store_whole",
 )
-def test_a_dead_disk_does_not_keep_the_process_alive(endings: dict[str, Ending]) -> None:
+def test_dead_disk_does_not_keep_the_process_alive(endings: dict[str, Ending]) -> None:
     ending = endings[DEAD_DISK]
     assert ending.code == 0
     assert ending.seconds < SOON

@@ -22,7 +22,7 @@ KEY = "group"
 
 
 def on_disk(disk_dir: Path) -> int | None:
-    """What a process would find if this one were killed now."""
+    """Return what a process would find if this one were killed now."""
     paths = list(disk_dir.glob("objects/*/*.safetensors"))
     return int(load_file(paths[0])[KEY][0]) if paths else None
 
@@ -41,7 +41,7 @@ WAYS: dict[str, Callable[[TierStore], None]] = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("first", ["the flush", "the change"])
-def test_after_a_flush_nothing_older_is_on_disk_than_what_was_put_before_it(
+def test_flush_leaves_nothing_older_on_disk(
     way: str, first: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with TierStore("4MB", disk_dir, device="cpu") as store:
@@ -76,7 +76,7 @@ def test_after_a_flush_nothing_older_is_on_disk_than_what_was_put_before_it(
 
 
 @pytest.mark.parametrize("way", ["replaced for now", "discarded", "taken"])
-def test_what_is_being_saved_when_it_goes_for_good_does_not_come_back(
+def test_removal_during_a_save_is_final(
     way: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with TierStore("4MB", disk_dir, device="cpu") as store:

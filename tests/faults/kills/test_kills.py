@@ -30,7 +30,7 @@ pytestmark = [
 ROOT = Path(__file__).resolve().parents[3]
 IN_MEMORY = Path("/dev/shm")
 
-# What must be said of each way to do it worse, and the calls where that is looked for.
+# The fault that each mutant must show, and the calls at which to look for it.
 SIGNS = {
     "write in place": ("damaged: ", "pwrite"),
     "remove before the rename": ("lost: .* is None", "unlink"),
@@ -57,7 +57,7 @@ def all_outcomes(runs: list[dict[str, Any]]) -> list[list[Outcome]]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Outcome]]]:
-    """What came of everybody who was killed, by mutant ("" for the store itself)."""
+    """Return the outcomes of all killed processes, by mutant ("" for the store itself)."""
     disk = str(tmp_path_factory.mktemp("kills"))
     with tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as memory:
         runs: list[dict[str, Any]] = [
@@ -83,7 +83,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, lis
         yield {"": sum(aimed, start=store), **dict(zip(SIGNS, mutants, strict=True))}
 
 
-def test_whoever_is_killed_has_lost_torn_and_left_nothing(
+def test_kill_at_any_moment_loses_and_tears_nothing(
     outcomes: dict[str, list[Outcome]],
 ) -> None:
     found = outcomes[""]
@@ -93,7 +93,7 @@ def test_whoever_is_killed_has_lost_torn_and_left_nothing(
     assert len(killed) == KILLS + len(AIMED) * AIMED_KILLS
 
 
-def test_the_kills_come_in_the_middle_of_everything(outcomes: dict[str, list[Outcome]]) -> None:
+def test_kills_come_during_every_operation(outcomes: dict[str, list[Outcome]]) -> None:
     killed = [outcome for outcome in outcomes[""] if outcome.killed]
 
     assert {outcome.place for outcome in killed} == {"memory", "disk"}
@@ -112,7 +112,7 @@ def test_the_kills_come_in_the_middle_of_everything(outcomes: dict[str, list[Out
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_the_same_kills_find_what_is_done_worse(
+def test_kills_of_weaker_protocols_find_their_faults(
     mutant: str, outcomes: dict[str, list[Outcome]]
 ) -> None:
     sign, _ = SIGNS[mutant]

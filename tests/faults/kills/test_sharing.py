@@ -1,4 +1,4 @@
-"""Several processes want one directory: exactly one has it, and nobody is kept out for ever.
+"""Several processes open one directory: exactly one has it, and none is locked out forever.
 
 The scenes are in `sharing.py` and `racing.py`.
 """
@@ -30,7 +30,7 @@ AT_ONCE = 10.0
 
 @pytest.fixture(scope="module")
 def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each scene has found."""
+    """Return the results of each scene."""
     root = tmp_path_factory.mktemp("sharing")
     output = output_of("-m", "tests.faults.kills.sharing", root, TURNS)
     return dict(results_in(output, "SCENE"))
@@ -44,7 +44,7 @@ def whose(told: str) -> int:
 # A second opener ----------------------------------------------------------------------------------
 
 
-def test_who_comes_second_is_told_at_once_whose_directory_it_is(
+def test_second_owner_of_a_directory_raises_naming_the_first(
     scenes: dict[str, dict[str, Any]],
 ) -> None:
     scene = scenes["second"]
@@ -61,7 +61,7 @@ def races(root: Path, rounds: int, *mutant: str) -> list[Round]:
     return [Round(**json.loads(line)) for line in output_of(*words).splitlines()]
 
 
-def test_of_those_who_race_for_a_directory_exactly_one_wins(tmp_path: Path) -> None:
+def test_race_for_a_directory_has_one_winner(tmp_path: Path) -> None:
     found = races(tmp_path, RACES)
 
     assert len(found) == RACES
@@ -72,7 +72,7 @@ def test_of_those_who_race_for_a_directory_exactly_one_wins(tmp_path: Path) -> N
     assert len({each.winners[0] for each in found}) > 1
 
 
-def test_without_the_lock_several_win(tmp_path: Path) -> None:
+def test_race_without_the_lock_has_several_winners(tmp_path: Path) -> None:
     """The control."""
     found = races(tmp_path, 3, "no lock")
 
@@ -80,7 +80,7 @@ def test_without_the_lock_several_win(tmp_path: Path) -> None:
     assert all(each.wrong for each in found)
 
 
-def test_processes_that_take_turns_lose_nothing(scenes: dict[str, dict[str, Any]]) -> None:
+def test_processes_taking_turns_lose_nothing(scenes: dict[str, dict[str, Any]]) -> None:
     scene = scenes["counting"]
 
     assert scene["done"] == [TURNS] * 2
@@ -90,19 +90,17 @@ def test_processes_that_take_turns_lose_nothing(scenes: dict[str, dict[str, Any]
 # Owners that die, and children that do not --------------------------------------------------------
 
 
-def test_a_killed_owner_keeps_nobody_out(scenes: dict[str, dict[str, Any]]) -> None:
+def test_killed_owner_releases_the_directory(scenes: dict[str, dict[str, Any]]) -> None:
     assert scenes["killed owner"]["then"]["found"] == {"group": [1]}
 
 
 @pytest.mark.parametrize("scene", ["killed, child", "closed, child", "closed, raw child"])
-def test_a_child_that_was_forked_keeps_nobody_out(
-    scene: str, scenes: dict[str, dict[str, Any]]
-) -> None:
+def test_forked_child_holds_no_lock(scene: str, scenes: dict[str, dict[str, Any]]) -> None:
     assert scenes[scene]["meanwhile"]["found"] == {"group": [1]}
     assert scenes[scene]["then"]["found"] == {"group": [1]}
 
 
-def test_of_a_child_that_was_forked_past_python_the_error_says_that_it_must_end(
+def test_child_forked_outside_python_must_exit(
     scenes: dict[str, dict[str, Any]],
 ) -> None:
     """Also the control of the others: where no fork handler runs, the child has the lock."""
@@ -110,18 +108,18 @@ def test_of_a_child_that_was_forked_past_python_the_error_says_that_it_must_end(
 
     told = scene["meanwhile"]["told"]
     assert whose(told) == scene["owner"]
-    assert "has ended: a process that it forked lives on, and must end too" in told
+    assert "has ended: a process that it forked is alive, and must end too" in told
     assert scene["meanwhile"]["seconds"] < AT_ONCE
     assert scene["then"]["found"] == {"group": [1]}
 
 
 # Stores in forked children ------------------------------------------------------------------------
 
-# What need not fail in a child: giving back what it does not have, and looking at its copy.
+# Calls that need not fail in a child: releasing what it does not hold, and reading its copy.
 HARMLESS = {"release", "close", "count", "contains"}
 
 
-def test_in_a_forked_child_every_call_ends_at_once(scenes: dict[str, dict[str, Any]]) -> None:
+def test_forked_childs_calls_raise_at_once(scenes: dict[str, dict[str, Any]]) -> None:
     found = scenes["forked"]["told"]["found"]
 
     assert len(found) > 20
@@ -131,7 +129,7 @@ def test_in_a_forked_child_every_call_ends_at_once(scenes: dict[str, dict[str, A
         assert max(ways.values()) < AT_ONCE, (name, ways)
 
 
-def test_the_parent_of_forked_children_goes_on(scenes: dict[str, dict[str, Any]]) -> None:
+def test_parent_of_forked_children_continues(scenes: dict[str, dict[str, Any]]) -> None:
     told = scenes["forked"]["told"]
 
     assert told["failed"] == []
@@ -139,7 +137,7 @@ def test_the_parent_of_forked_children_goes_on(scenes: dict[str, dict[str, Any]]
     assert scenes["forked"]["then"]["found"]["group"] == [1]
 
 
-def test_workers_of_a_data_loader_are_refused_and_disturb_nobody(
+def test_data_loader_workers_are_refused_and_harmless(
     scenes: dict[str, dict[str, Any]],
 ) -> None:
     scene = scenes["workers"]

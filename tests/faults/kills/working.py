@@ -24,7 +24,7 @@ from tests.faults.kills.mutants import MUTANTS
 from tests.faults.promised import BUDGET, Worker, look, name_of, value
 from tests.helpers.processes import Tell
 from tierstore import TierStore
-from tierstore.engine.adoption import content_hash
+from tierstore.engine.in_place_groups import content_hash
 from tierstore.model.sizes import PAGE
 from tierstore.system import files as disk_module
 from tierstore.tiers import directory as directory_module
@@ -39,9 +39,9 @@ CALLS_OF_CLOSING = 12
 class Plan:
     """The work of one process, and when it dies.
 
-    It dies at call `target` after it begins to do `doing` for the `turn`-th time ("open" comes
-    first), or, if it never does, after it begins to close. Counted are `only` calls of that name,
-    or all. A target of 0 kills nobody.
+    It dies at call `target` after it begins `doing` for the `turn`-th time ("open" comes first),
+    or, if it never does, after it begins to close. Calls of the name `only` are counted, or all. A
+    target of 0 never kills.
     """
 
     seed: int

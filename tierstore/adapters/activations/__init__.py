@@ -1,19 +1,19 @@
-"""Training with more activations than the memory holds: what autograd saves goes to a store.
+"""Offload saved activations to a store, to train with more activations than memory holds.
 
     with tierstore.offload_activations(store):
         loss = model(x)
     loss.backward()
 
-Built on `torch.autograd.graph.saved_tensors_hooks`. Any such hook switches autograd's own check for
-changes in place off, so it is made here. What comes back has the same bytes, strides, dtype and
-device (with its index) as what was saved; gradients are the same to the last bit.
+Built on `torch.autograd.graph.saved_tensors_hooks`. Such hooks disable autograd's own check for
+in-place changes, so the check is repeated here. Restored tensors have the same bytes, strides,
+dtype and device (with index) as the saved ones, and gradients are bit-equal.
 
-What is put aside is copied once per storage and version, however many saved tensors look at it. It
-stays in the store as long as the graph that saved it: unpacking twice (`retain_graph`) is fine, and
-a graph that is dropped leaves nothing behind. On an accelerator, copies run beside the forward
-pass; in the backward pass the store is told what comes next, which is what was packed before.
+Bytes are copied once per storage and version, however many saved tensors view them. They stay in
+the store as long as the graph: unpacking twice (`retain_graph`) works, and a dropped graph leaves
+nothing behind. On an accelerator, copies overlap the forward pass. In the backward pass, tensors
+are prefetched in reverse order of packing.
 
-What stays where it is, and why, is counted in `store.stats().activations.skipped`.
+Tensors that are not offloaded are counted by reason in `store.stats().activations.skipped`.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tierstore.adapters.activations.cache import SavedPiece, SavedTensorCache
-from tierstore.adapters.activations.in_place import described, refuse_changed
+from tierstore.adapters.activations.in_place import check_unchanged, described
 from tierstore.adapters.codecs.memory import Geometry, geometry_of, has_address, storage_id_of
 from tierstore.adapters.compat import Unpack as Unpack
 from tierstore.adapters.contents import tensors_of
 from tierstore.model.formatting import size
 from tierstore.model.sizes import parse_size
-from tierstore.observe.report import Shown, shown_by
-from tierstore.observe.stats import facts_of
+from tierstore.observe.report import Description, display_methods
+from tierstore.observe.stats import activation_facts
 from tierstore.store import TierStore, engine_of
 from tierstore.torch_private import (
     base_of,
@@ -47,8 +47,8 @@ from tierstore.torch_private import (
     version_of,
 )
 
-PLAIN = (torch.Tensor, nn.Parameter)
-HELD = (nn.Parameter, nn.Buffer)
+PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+PARAMETER_TYPES = (nn.Parameter, nn.Buffer)
 
 _caches: weakref.WeakKeyDictionary[TierStore, weakref.ref[SavedTensorCache]] = (
     weakref.WeakKeyDictionary()
@@ -57,7 +57,7 @@ _caches_lock = threading.RLock()
 
 
 class _Active(threading.local):
-    """What the running thread has entered, the innermost last."""
+    """The contexts entered on the current thread, the innermost last."""
 
     def __init__(self) -> None:
         self.entered: list[tuple[ActivationOffload, Any]] = []
@@ -77,9 +77,9 @@ def _cache_of(store: TierStore) -> SavedTensorCache:
 
 
 def packed_in_place(tensor: torch.Tensor, piece: SavedPiece | None = None) -> Unpack:
-    """Pack a tensor that stays where it is. `piece` is counted once, as long as there is one.
+    """Return an `Unpack` for a tensor that stays in memory; it keeps `piece` alive.
 
-    Not the tensor itself: an output that its own graph holds would be held for ever.
+    It holds a detached tensor: an output held by its own graph would never be freed.
     """
     what = tensor.detach(), version_of(tensor), described(tensor)
     return functools.partial(_unpacked_in_place, *what, piece)
@@ -88,25 +88,25 @@ def packed_in_place(tensor: torch.Tensor, piece: SavedPiece | None = None) -> Un
 def _unpacked_in_place(
     tensor: torch.Tensor, version: int, description: str, piece: SavedPiece | None
 ) -> torch.Tensor:
-    refuse_changed(description, version_of(tensor), version)
+    check_unchanged(description, version_of(tensor), version)
     return tensor
 
 
 def _unpacked(piece: SavedPiece, geometry: Geometry, description: str) -> torch.Tensor:
-    """The tensor that was put aside, as it was."""
+    """Return the offloaded tensor. Raises RuntimeError if it was changed in place."""
     piece.watch.check(description)
     return piece.build(geometry)
 
 
 class ActivationOffload:
-    """Puts what autograd saves inside of it into a store. `offload_activations` makes it.
+    """Context that offloads saved activations to a store, as returned by `offload_activations`.
 
-    It may be entered any number of times, one after the other, in one another, and by several
-    threads: hooks are a thread's own, so a forward pass in a worker thread enters it there.
+    It can be entered repeatedly, nested, and from several threads. Saved-tensor hooks are local to
+    a thread, so a forward pass in a worker thread must enter the context in that thread.
 
     Attributes:
-        store: where it goes.
-        min_size: bytes; smaller pieces of memory stay where they are.
+        store: the store that holds the activations.
+        min_size: minimum size in bytes; smaller pieces of memory stay in memory.
     """
 
     def __init__(self, store: TierStore, min_size: int, modules: Iterable[nn.Module]) -> None:
@@ -114,10 +114,10 @@ class ActivationOffload:
         self.min_size = min_size
         self._modules = tuple(modules)
         self._cache = _cache_of(store)
-        # Weak references: as long as there is one, nobody else gets the address of a storage.
+        # A storage's address is not reused while there is a weak reference to it.
         self._parameters: dict[int, StorageWeakRef] = {}
 
-    __repr__, __rich__, _repr_html_ = shown_by(lambda offload: _look(offload))
+    __repr__, __rich__, _repr_html_ = display_methods(lambda offload: _describe(offload))
 
     def __enter__(self) -> ActivationOffload:
         for cdata in [cdata for cdata, ref in self._parameters.items() if ref.expired()]:
@@ -132,7 +132,7 @@ class ActivationOffload:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         _, hooks = _active.entered.pop()
         hooks.__exit__(kind, *error)
-        self._cache.release_copied(but=None if kind else 0)
+        self._cache.release_copied(keep_newest=None if kind else 0)
 
     # Packing -----------------------------------------------------------------------------------
 
@@ -148,13 +148,13 @@ class ActivationOffload:
 
     def _why_skipped(self, tensor: torch.Tensor) -> str:
         if in_backward():
-            return "recomputed"  # by a checkpoint, or to be differentiated again: used at once
+            return "recomputed"  # by a checkpoint, or for double backward: used at once
         if self._is_parameter(tensor):
             return "parameter"
         return "" if tensor.device == self.store.device else "other_device"
 
     def _offload_for(self, device: torch.device) -> ActivationOffload | None:
-        """The innermost of those around this one whose store is on `device`."""
+        """Return the innermost active context whose store is on `device`; None if none."""
         around = [offload for offload, _ in _active.entered if offload.store.device == device]
         return around[-1] if around else None
 
@@ -173,17 +173,17 @@ class ActivationOffload:
     # Parameters --------------------------------------------------------------------------------
 
     def _is_parameter(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory is a parameter's, a buffer's, or a leaf's that wants a gradient.
+        """Return whether a tensor's memory is that of a parameter, a buffer or a leaf with grad.
 
-        `nn.Linear` saves a view of its weight, which is a plain tensor: so look at the memory.
+        Compares memory, not objects: `nn.Linear` saves a view of its weight, a plain tensor.
         """
         if storage_id_of(tensor) in self._parameters:
             return True
         for held in (tensor, base_of(tensor)):
-            if isinstance(held, HELD):
+            if isinstance(held, PARAMETER_TYPES):
                 self._remember(held)
                 return True
-            # The graph's node for the gradient of a leaf holds the leaf.
+            # The graph holds such a leaf in its AccumulateGrad node anyway.
             if held is not None and held.is_leaf and held.requires_grad:
                 return True
         return False
@@ -194,12 +194,12 @@ class ActivationOffload:
             self._parameters.setdefault(storage_id(storage), StorageWeakRef(storage))
 
 
-def _look(offload: ActivationOffload) -> Shown:
+def _describe(offload: ActivationOffload) -> Description:
     if "_cache" not in vars(offload):
-        return Shown("ActivationOffload, not made yet")
-    store = engine_of(offload.store).reporting.look()
+        return Description("ActivationOffload, not initialized yet")
+    store = engine_of(offload.store).reporting.overview()
     title = f"ActivationOffload of {size(offload.min_size)} and more; {store.title}"
-    return Shown(title, facts=facts_of(offload._cache.counts.glance()))
+    return Description(title, facts=activation_facts(offload._cache.counts.sample()))
 
 
 def offload_activations(
@@ -208,33 +208,36 @@ def offload_activations(
     min_size: int | str = "1MB",
     model: nn.Module | Iterable[nn.Module] | None = None,
 ) -> ActivationOffload:
-    """Put what autograd saves in a forward pass into `store`, until the backward pass wants it.
+    """Offload saved activations to `store` until the backward pass needs them.
 
         with offload_activations(store, model=model):
             loss = model(x)
         loss.backward()
 
-    Use it around the forward pass of any model; the backward pass may be inside or outside. What
-    comes back has the same bytes, shape, strides, dtype and device: gradients are the same to the
-    last bit. What stays where it is, `store.stats().activations` counts by reason. Built on
-    `torch.autograd.graph.saved_tensors_hooks`: of several such hooks only the innermost apply.
+    Works around the forward pass of any model; the backward pass can run inside or outside the
+    block. Restored tensors have the same bytes, shape, strides, dtype and device, so gradients are
+    bit-equal. `store.stats().activations` counts tensors that are not offloaded, by reason. Built
+    on `torch.autograd.graph.saved_tensors_hooks`: if several such hooks are nested, only the
+    innermost applies.
 
-    A forward pass raises what `TierStore.put` raises (BudgetError if the disk budget is used up), a
-    backward pass what `TierStore.acquire` raises, and torch's own RuntimeError for a saved tensor
-    that was changed in place, also if a backward pass gave it away as a gradient.
+    The forward pass raises the errors of `TierStore.put` (BudgetError if the disk budget is used
+    up). The backward pass raises the errors of `TierStore.acquire`, and torch's RuntimeError for a
+    saved tensor that was changed in place, including one that a backward pass had returned as a
+    gradient.
 
     Args:
-        store: where it goes. A store serves one device: for a model on several devices, enter one
-            for each, in one another.
-        min_size: bytes (an int, or like `"1MB"`); smaller pieces of memory stay where they are.
-        model: a module, or several, whose parameters and buffers are recognised in any disguise.
-            Without it, frozen parameters that were detached, and buffers, count as activations.
+        store: the store that holds the activations. A store serves one device; for a model on
+            several devices, nest one context per store.
+        min_size: minimum bytes, as an int or a string such as `"1MB"`; smaller pieces of memory
+            stay in memory.
+        model: one or more modules whose parameters and buffers are never offloaded, however they
+            are viewed. Without it, buffers and detached frozen parameters count as activations.
 
     Returns:
-        A context manager, to be entered for one step or for many.
+        A context manager, which can be entered for one step or for many.
 
     Raises:
-        ValueError: `min_size` is no number of bytes.
+        ValueError: `min_size` is not a number of bytes.
     """
     modules = [model] if isinstance(model, nn.Module) else model or ()
     return ActivationOffload(store, _bytes_of(min_size), modules)
@@ -242,7 +245,7 @@ def offload_activations(
 
 def _bytes_of(min_size: int | str) -> int:
     if isinstance(min_size, float) or (isinstance(min_size, str) and "%" in min_size):
-        raise ValueError(f"min_size={min_size!r} is a share of nothing: give bytes, or like '1MB'")
+        raise ValueError(f"min_size={min_size!r}: pass a number of bytes, or a string like '1MB'")
     return parse_size(min_size) if min_size else 0
 
 
@@ -252,9 +255,9 @@ def _unpack(unpack: Unpack) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether it is bytes with strides, and nothing else."""
+    """Return whether a tensor is just strided memory, of no special class or kind."""
     return (
-        type(tensor) in PLAIN
+        type(tensor) in PLAIN_TYPES
         and has_address(tensor)
         and tensor.device.type != "meta"
         and not tensor.is_quantized
@@ -271,4 +274,4 @@ def _nbytes(tensor: torch.Tensor) -> int:
     try:
         return tensor.nbytes
     except (RuntimeError, NotImplementedError):
-        return 0  # compressed sparse tensors do not tell
+        return 0  # compressed sparse tensors have no `nbytes`

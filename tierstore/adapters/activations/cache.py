@@ -1,12 +1,12 @@
-"""Memory that autograd saved: one piece of a storage, at one version, wherever its bytes are.
+"""Memory saved by autograd: pieces of storages, each at one version, in memory or in the store.
 
-A piece is held by the graph, through the handles of the tensors that look at it, and goes with it.
-It begins as a reference to the storage. Once it is worth it, the bytes are copied to the store and
-the reference is let go. On an accelerator that is soon after: as long as anybody holds the storage,
-unpacking needs no copy at all.
+The graph holds a piece through the `Unpack` handles of its saved tensors, and frees it with them. A
+piece starts as a reference to the storage. If it is worth offloading, its bytes are copied to the
+store and the reference is dropped; on an accelerator, this happens once the copy has completed. As
+long as anything else holds the storage, unpacking needs no copy.
 
-Finalizers run anywhere, even in the middle of another step: they take no lock, and only leave a
-note in a queue.
+Finalizers can run at any point, even inside another step, so they take no lock and only append to a
+queue.
 """
 
 from __future__ import annotations
@@ -35,24 +35,23 @@ from tierstore.store import TierStore, engine_of
 from tierstore.system.views import byte_view
 from tierstore.torch_private import storage_id, storage_of, version_of
 
-AHEAD = 8
-"""Pieces that the store is told are wanted next."""
+PREFETCHED_PIECES = 8
+"""Number of pieces to prefetch in a backward pass."""
 
 ORDER_LENGTH = 256
-"""Pieces, gone or not, that the order of a thread may have in any case."""
+"""Number of pieces, freed ones included, up to which a thread's order is not compacted."""
 
 PENDING = 64 << 20
-"""Bytes, at most, that stay on the device while its work goes on beside their copies."""
+"""Maximum bytes of copied pieces that stay on the device while their copies run."""
 
 PieceKey = tuple[int, int, int, int, int]
-"""A storage, its version, the first and last byte of it, and a number for each of the counters that
-say that this is the version."""
+"""Storage id, version, start and end byte, and an index among equal-valued version counters."""
 
 
 class SavedPiece:
-    """Bytes from `start` on of the storage of a tensor, as they were at the tensor's version."""
+    """Bytes from `start` to `stop` of a tensor's storage, at the tensor's version."""
 
-    _away: tuple[SavedTensorCache, int] | None = None  # of the class: `__init__` may raise
+    _stored: tuple[SavedTensorCache, int] | None = None  # a class default, as `__init__` may raise
 
     def __init__(self, tensor: torch.Tensor, start: int, stop: int) -> None:
         storage = tensor.untyped_storage()
@@ -60,56 +59,56 @@ class SavedPiece:
         self.nbytes = stop - start
         self.watch = VersionWatch(tensor)
         self.original: torch.UntypedStorage | None = storage
-        self.reason = ""  # why it is kept; "" if it is not, or if nobody has looked yet
+        self.reason = ""  # why it stays in memory; "" if it does not, or if undecided
         self.viewed_bytes = 0
-        self.shipped = False  # somebody ships it, or has
+        self.shipped = False  # its copy to the store has begun
         self.hinted = False
         self.order: PackOrder | None = None
         self.index = 0
         self._weak = StorageWeakRef(storage)
         self._copy: torch.UntypedStorage | None = None
         self._geometries: set[Geometry] = set()
-        # Held as long as nothing else is read: where two saved tensors share a piece, their nodes
-        # are often neighbours.
+        # Held until another piece is read: if two saved tensors share a piece, their nodes are
+        # often adjacent.
         self.held: torch.UntypedStorage | None = None
-        # What the store gave back last, and the stream that was told to wait for it.
-        self._back: tuple[StorageWeakRef, Any] | None = None
+        # The memory fetched last, and the stream that waits for it.
+        self._last_read: tuple[StorageWeakRef, Any] | None = None
 
     def __del__(self) -> None:
-        if self._away is not None:
-            cache, number = self._away
-            cache.gone(number, self.nbytes)
+        if self._stored is not None:
+            cache, number = self._stored
+            cache.on_unreferenced(number, self.nbytes)
 
     @property
     def number(self) -> int | None:
-        """The name that the store knows it by; None if it does not."""
-        return None if self._away is None else self._away[1]
+        """The piece's number in the store; None if it is not there."""
+        return None if self._stored is None else self._stored[1]
 
     def part_of(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """The bytes, in the storage that they were saved in."""
+        """Return the piece's bytes in the storage, as a uint8 tensor."""
         empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return byte_view(empty.set_(storage), self.start, self.nbytes)
 
-    def sent(self, cache: SavedTensorCache, number: int) -> None:
-        """The store has it."""
-        self._away = cache, number
+    def mark_stored(self, cache: SavedTensorCache, number: int) -> None:
+        """Record that the store holds the piece under `number`."""
+        self._stored = cache, number
         self._geometries.clear()
 
     def add_view(self, geometry: Geometry) -> None:
-        """A saved tensor looks at it."""
+        """Record the geometry of a saved tensor, and add its distinct bytes to `viewed_bytes`."""
         if geometry not in self._geometries:
             self._geometries.add(geometry)
             self.viewed_bytes += geometry.distinct_bytes
 
     def copy_out(self) -> None:
-        """Keep a copy of these few bytes, so that they do not keep the whole storage."""
+        """Copy this small piece, to release the rest of its storage."""
         storage = self.original
         assert storage is not None
         self._copy = self.part_of(storage).clone().untyped_storage()
         self.original = None
 
     def build(self, geometry: Geometry) -> torch.Tensor:
-        """A tensor that was saved. Fetches the bytes if they are nowhere else."""
+        """Rebuild a saved tensor, fetching the bytes from the store if they are not in memory."""
         storage = self.original
         if storage is None:
             storage = storage_of(self._weak)
@@ -120,22 +119,22 @@ class SavedPiece:
         return geometry.over(self._fetched(), self.start, self.watch.counted)
 
     def _fetched(self) -> torch.UntypedStorage:
-        assert self._away is not None
-        cache, number = self._away
+        assert self._stored is not None
+        cache, number = self._stored
         stream = engine_of(cache.store).core.current_stream()
-        if self._back is not None and self._back[1] == stream:
-            storage = storage_of(self._back[0])
+        if self._last_read is not None and self._last_read[1] == stream:
+            storage = storage_of(self._last_read[0])
             if storage is not None:
                 return storage
         self._hint(cache)
         storage = cache.fetch(number)
-        self._back = StorageWeakRef(storage), stream
+        self._last_read = StorageWeakRef(storage), stream
         self.held = storage
         cache.was_read(self)
         return storage
 
     def _hint(self, cache: SavedTensorCache) -> None:
-        """What was packed just before is wanted next."""
+        """Prefetch the pieces packed just before this one: a backward pass reads them next."""
         self.hinted = False
         assert self.order is not None
         before = [piece for piece in self.order.before(self.index) if not piece.hinted]
@@ -143,18 +142,18 @@ class SavedPiece:
         for piece in before:
             piece.hinted = True
         if numbers:
-            engine_of(cache.store).saved_tensors.expect(numbers)
+            engine_of(cache.store).saved_tensors.prefetch(numbers)
 
 
 class PackOrder:
-    """The order in which one thread put pieces aside."""
+    """The order in which one thread offloaded pieces."""
 
     def __init__(self) -> None:
         self._pieces: list[weakref.ref[SavedPiece]] = []
         self._limit = ORDER_LENGTH
 
     def add(self, piece: SavedPiece) -> None:
-        """The newest one."""
+        """Append the newest piece."""
         while self._pieces and self._pieces[-1]() is None:
             self._pieces.pop()
         if len(self._pieces) >= self._limit:
@@ -163,21 +162,21 @@ class PackOrder:
         self._pieces.append(weakref.ref(piece))
 
     def _compact(self) -> None:
-        """Forget those that are gone. Where forward passes overlap, they are not at the end."""
+        """Remove freed pieces. If forward passes overlap, these are not only at the end."""
         found = [piece for ref in self._pieces if (piece := ref()) is not None]
         for i, piece in enumerate(found):
             piece.index = i
         self._pieces = [weakref.ref(piece) for piece in found]
-        self._limit = max(2 * len(found), ORDER_LENGTH)  # so that it is not done for each
+        self._limit = max(2 * len(found), ORDER_LENGTH)  # amortises the cost
 
     def before(self, index: int) -> list[SavedPiece]:
-        """Those that came just before it, the newest first."""
-        found = [piece() for piece in self._pieces[max(index - AHEAD, 0) : index]]
+        """Return the pieces just before an index, the newest first."""
+        found = [piece() for piece in self._pieces[max(index - PREFETCHED_PIECES, 0) : index]]
         return [piece for piece in reversed(found) if piece is not None]
 
 
 class _Local(threading.local):
-    """What each thread has of its own."""
+    """Thread-local state."""
 
     def __init__(self) -> None:
         self.order = PackOrder()
@@ -185,10 +184,9 @@ class _Local(threading.local):
 
 @dataclass(frozen=True, slots=True)
 class PendingCopy:
-    """A piece that is being copied from the device, and its memory, as somebody may look at it.
+    """A piece being copied from the device, with its memory, which may still be viewed.
 
-    The allocator may give the memory away when `stream`, on which it was saved, has waited for
-    the event `copied`.
+    The memory can be freed once `stream`, on which it was saved, has waited for the event `copied`.
     """
 
     copied: torch.Event
@@ -199,12 +197,12 @@ class PendingCopy:
 
 
 class SavedTensorCache:
-    """The pieces that one store looks after, for all who save activations in it."""
+    """The saved pieces of one store, shared by all its `ActivationOffload` contexts."""
 
     def __init__(self, store: TierStore) -> None:
         self.store = store
         self.counts = engine_of(store).saved_tensors.counts
-        self._lock = RLock()  # never held while the store is asked for anything
+        self._lock = RLock()  # never held during a call of the store
         self._pieces: weakref.WeakValueDictionary[PieceKey, SavedPiece] = (
             weakref.WeakValueDictionary()
         )
@@ -212,16 +210,16 @@ class SavedTensorCache:
         self.reads = ReadLeases(store)
         self._pending: deque[PendingCopy] = deque()
         self._pending_bytes = 0
-        self._away_bytes = 0
-        self._gone: deque[int] = deque()
+        self._stored_bytes = 0
+        self._unreferenced: deque[int] = deque()
         self._latest: weakref.ref[SavedPiece] | None = None  # the piece that was read last
 
     # Packing -----------------------------------------------------------------------------------
 
     def piece(self, tensor: torch.Tensor, span: tuple[int, int]) -> SavedPiece:
-        """The piece of a tensor's storage with these bytes, the same one for all who ask."""
+        """Return the piece with a byte span of a tensor's storage; it is shared by all callers."""
         storage = tensor.untyped_storage()
-        # Nobody gets the address of a storage as long as there is a weak reference to it.
+        # A storage's address is not reused while there is a weak reference to it.
         version = storage_id(storage), version_of(tensor)
         whole = (0, storage.nbytes())
         return under(self._lock, lambda: self._piece(tensor, version, whole, span))
@@ -243,34 +241,37 @@ class SavedTensorCache:
     def _find(
         self, tensor: torch.Tensor, key: tuple[int, int, int, int]
     ) -> tuple[SavedPiece | None, PieceKey]:
-        """The piece there, and else the key that it would have."""
+        """Return the existing piece, or None, and its key."""
         for number in itertools.count():
             piece = self._pieces.get((*key, number))
             if piece is None or piece.watch.covers(tensor):
                 return piece, (*key, number)
-        raise AssertionError  # numbers do not end
+        raise AssertionError  # unreachable: the count is infinite
 
     @guarded
     def skip(self, piece: SavedPiece, reason: str) -> None:
-        """A saved tensor looks at a piece that stays where it is."""
+        """Count a piece that stays in memory for `reason`, once."""
         if not piece.reason and not piece.shipped:
             piece.reason = reason
             self.counts.kept(reason, piece.nbytes)
 
     def save(self, piece: SavedPiece, geometry: Geometry, min_size: int) -> None:
-        """A saved tensor looks at a piece: ship that, if it is worth it.
+        """Offload the piece of a saved tensor, if it is worth it.
 
-        Raises what `put` raises, but for a lack of room in memory: then it stays where it is.
+        Raises the errors of `put`, except BudgetError for memory: the piece then stays in memory.
         """
-        reason = self._looked_at(piece, geometry, min_size)
+        reason = self._record_view(piece, geometry, min_size)
         if reason:
             self.skip(piece, reason)
         elif reason is not None:
             self._ship(piece)
 
     @guarded
-    def _looked_at(self, piece: SavedPiece, geometry: Geometry, min_size: int) -> str | None:
-        """Why a piece is to stay; "": it is to be shipped. None: it is shipped already."""
+    def _record_view(self, piece: SavedPiece, geometry: Geometry, min_size: int) -> str | None:
+        """Record a view of a piece. Return why it must stay in memory.
+
+        "" if the piece must be offloaded; None if it already was.
+        """
         if piece.shipped:
             self.counts.deduplicated(geometry.distinct_bytes)
             return None
@@ -283,10 +284,10 @@ class SavedTensorCache:
         return reason
 
     def _why_skipped(self, piece: SavedPiece, min_size: int) -> str:
-        # What was cut out is copied already, even if it is large enough for this `min_size`.
+        # A piece that was copied out has no `original`, even if it is as large as this `min_size`.
         if piece.nbytes < max(min_size, 1) or piece.original is None:
             return "small"
-        if round_up(piece.nbytes, PAGE) > engine_of(self.store).saved_tensors.largest_possible():
+        if round_up(piece.nbytes, PAGE) > engine_of(self.store).saved_tensors.max_group_bytes():
             return "no_room"
         return "sparse_slice" if piece.viewed_bytes * shares.COVERAGE < piece.nbytes else ""
 
@@ -299,21 +300,21 @@ class SavedTensorCache:
             piece.shipped = False
             if not isinstance(error, BudgetError) or error.tier == Tier.DISK.name:
                 raise
-            self.skip(piece, "no_room")  # leases hold it
+            self.skip(piece, "no_room")  # leases hold the memory
             return
-        piece.sent(self, number)
+        piece.mark_stored(self, number)
         self._local.order.add(piece)
         copy = None
         if event is not None and stream is not None:
             copy = PendingCopy(event, stream, storage, weakref.ref(piece), piece.nbytes)
         self._count_shipped(piece, copy)
-        self.release_copied(but=1)
+        self.release_copied(keep_newest=1)
 
     @guarded
     def _count_shipped(self, piece: SavedPiece, copy: PendingCopy | None) -> None:
         self.counts.shipped(piece.nbytes, instead_of=piece.reason)
         piece.reason = ""
-        self._away_bytes += piece.nbytes
+        self._stored_bytes += piece.nbytes
         if copy is None:
             piece.original = None
         else:
@@ -321,20 +322,20 @@ class SavedTensorCache:
             self._pending_bytes += piece.nbytes
 
     @guarded
-    def release_copied(self, *, but: int | None = None) -> None:
-        """Let the allocator have the memory of what has been copied.
+    def release_copied(self, *, keep_newest: int | None = None) -> None:
+        """Free the memory of pieces whose copies have completed.
 
-        `but` the newest few: that of others too, the oldest first, until little is left. The
-        stream on which they were saved goes on once they are copied: it may get the memory next.
-        The caller does not wait, however far the device is behind.
+        With `keep_newest`, also free copies in progress, the oldest first, except that many newest,
+        until few bytes are pending. Their stream then waits for the copies before it continues, as
+        it may be allocated that memory next. The caller never blocks.
         """
-        while self._gone:
-            self._away_bytes -= self._gone.popleft()
-        most = min(PENDING, self._away_bytes // shares.PENDING)
+        while self._unreferenced:
+            self._stored_bytes -= self._unreferenced.popleft()
+        most = min(PENDING, self._stored_bytes // shares.PENDING)
         while self._pending:
             oldest = self._pending[0]
             if not oldest.copied.query():
-                may_wait = but is not None and len(self._pending) > but
+                may_wait = keep_newest is not None and len(self._pending) > keep_newest
                 if not may_wait or self._pending_bytes <= most:
                     return
                 oldest.stream.wait_event(oldest.copied)
@@ -343,40 +344,43 @@ class SavedTensorCache:
             if (piece := oldest.piece()) is not None:
                 piece.original = None
 
-    def gone(self, number: int, nbytes: int) -> None:
-        """Nobody wants a piece any more. For finalizers."""
+    def on_unreferenced(self, number: int, nbytes: int) -> None:
+        """Drop a piece that is no longer referenced. Called by finalizers."""
         engine_of(self.store).saved_tensors.drop(number)
-        self._gone.append(nbytes)
+        self._unreferenced.append(nbytes)
 
     # Unpacking ---------------------------------------------------------------------------------
 
     def was_read(self, piece: SavedPiece) -> None:
-        """A piece was read: the one before it need not be held any more."""
+        """Record that a piece was read, and stop holding the memory of the previous one."""
         before, self._latest = self._latest, weakref.ref(piece)
         other = None if before is None else before()
         if other is not None and other is not piece:
             other.held = None
 
     def fetch(self, number: int) -> torch.UntypedStorage:
-        """Memory on the store's device with the bytes of a piece. Raises what `acquire` raises."""
+        """Return memory on the store's device with the bytes of a piece.
+
+        Raises the errors of `acquire`.
+        """
         self.release_copied()
         try:
             lease = self.store.acquire(saved_key(number))
         except BudgetError:
-            engine_of(self.store).saved_tensors.make_room()
+            engine_of(self.store).saved_tensors.release_idle_leases()
             lease = self.store.acquire(saved_key(number))
         return self.reads.view(lease)
 
 
 class ReadLeases:
-    """Where pieces are read: in the store's own memory, as long as the lease lasts.
+    """Leases under which pieces are read directly in the store's memory.
 
-    It ends with the last view of the piece. On an accelerator that is when the work that reads it
-    has been queued: the room is still taken until an event behind that work has passed.
+    A lease ends with the last view of the piece. On an accelerator, that is when the work that
+    reads it has been queued; the memory stays in use until an event after that work completes.
 
-    A backward pass may keep what it reads (to be differentiated again), so leases hold no more of
-    a budget than leaves room for the largest group. Beyond that it gets copies, in memory that the
-    allocator has for the stream that reads them.
+    A backward pass may keep the tensors that it reads (for double backward), so leases are limited
+    to a part of the budget that leaves space for the largest group. Beyond the limit, readers get
+    copies in memory from torch's allocator, on the stream that reads them.
     """
 
     def __init__(self, store: TierStore) -> None:
@@ -384,18 +388,21 @@ class ReadLeases:
         self._leased = Allowance()
 
     def view(self, lease: Lease) -> torch.UntypedStorage:
-        """Memory with the bytes of a piece; the lease is over when it is gone, or now."""
+        """Return memory with the bytes of a piece, and take over the lease.
+
+        The lease ends with the last view of that memory, or at once if the bytes are copied.
+        """
         memory = lease.tensor
         taken = round_up(memory.nbytes, PAGE)
         if not self._leased.take(
-            taken, engine_of(self._store).saved_tensors.room_for_leases() // shares.READ_LEASES
+            taken, engine_of(self._store).saved_tensors.lease_capacity() // shares.READ_LEASES
         ):
             with lease:
                 return memory.clone().untyped_storage()
         holder = Holder(lease)
-        weakref.finalize(holder, self._take_back, lease, taken).atexit = False
+        weakref.finalize(holder, self._release, lease, taken).atexit = False
         return over(memory, holder).untyped_storage()
 
-    def _take_back(self, lease: Lease, nbytes: int) -> None:
-        lease.abandon()  # possibly in the middle of anything
-        self._leased.give_back(nbytes)
+    def _release(self, lease: Lease, nbytes: int) -> None:
+        lease.abandon()  # safe in a finalizer
+        self._leased.release(nbytes)

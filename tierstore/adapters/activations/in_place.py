@@ -1,6 +1,6 @@
-"""Whether a tensor that autograd saved was changed in place since.
+"""Detect in-place changes of tensors that autograd has saved.
 
-Autograd looks after that itself, but not once there are hooks.
+Autograd checks this itself, but not if there are saved-tensor hooks.
 """
 
 from __future__ import annotations
@@ -10,39 +10,39 @@ import weakref
 
 import torch
 
-from tierstore.torch_private import base_of, uncounted, version_of
+from tierstore.torch_private import base_of, preserve_version, version_of
 
 
 class VersionWatch:
-    """Notices whether a tensor is changed in place, without holding its memory."""
+    """Detects in-place changes of a tensor without holding its memory."""
 
     __slots__ = ("_counter", "_root", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.version = version_of(tensor)
-        # A tensor that shares the version counter, and nothing else.
+        # A tensor that shares only the version counter.
         self._counter = tensor.detach()
         self._counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         self._root = weakref.ref(_root(tensor))
 
     def check(self, name: str) -> None:
-        """Raise torch's own error if the tensor, called `name`, is not what it was."""
+        """Raise torch's own error if the tensor, described by `name`, was changed in place."""
         if version_of(self._counter) != self.version:
-            with _probing:  # perhaps somebody was only trying
-                refuse_changed(name, version_of(self._counter), self.version)
+            with _probing:  # `covers` may be incrementing a counter on another thread
+                check_unchanged(name, version_of(self._counter), self.version)
 
     def counted(self, bare: torch.Tensor) -> torch.Tensor:
-        """The tensor, with the version counter that is watched."""
+        """Return a tensor over the memory of `bare` with the watched version counter."""
         tensor = self._counter.detach()
         tensor.data = bare
         return tensor
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Whether changes of `tensor`, which has the same memory, are noticed here.
+        """Return whether this watch detects changes of `tensor`, which has the same memory.
 
-        Views have the version counter of their base; but there are tensors that share memory and
-        not its counter, such as `x.data`, or the gates that an LSTM cuts out of one tensor and
-        changes one by one. Of two counters that say the same only one moves when it is told to.
+        Views share the version counter of their base, but some tensors share memory without sharing
+        a counter, such as `x.data`, or the gates that an LSTM slices from one tensor and changes
+        separately. To compare two counters with equal values, this increments one of them.
         """
         if self._root() is _root(tensor):
             return True
@@ -50,7 +50,7 @@ class VersionWatch:
             before = version_of(tensor)
             if version_of(self._counter) != before:
                 return False
-            with uncounted(self._counter):
+            with preserve_version(self._counter):
                 torch.autograd.graph.increment_version(self._counter)
                 return version_of(tensor) != before
 
@@ -63,7 +63,7 @@ def _root(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if base is None else base
 
 
-def refuse_changed(name: str, now: int, then: int) -> None:
+def check_unchanged(name: str, now: int, then: int) -> None:
     """Raise torch's own error if a tensor of version `then` has become version `now`."""
     if now != then:
         raise RuntimeError(
@@ -75,7 +75,7 @@ def refuse_changed(name: str, now: int, then: int) -> None:
 
 
 def described(tensor: torch.Tensor) -> str:
-    """A tensor, in the words of autograd's errors."""
+    """Describe a tensor in the format of autograd's errors."""
     plain = tensor.layout is torch.strided
     name = f"[{tensor.type() if plain else tensor.layout} {list(tensor.size())}]"
     if tensor.grad_fn is None:

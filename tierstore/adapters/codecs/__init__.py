@@ -1,11 +1,11 @@
-"""How a model's tensors are taken apart into plain tensors, and shown again: one codec per kind.
+"""Codecs that split a model's tensors into plain tensors and rebuild them: one per kind.
 
-A store holds plain tensors only: bytes with a dtype, a shape and strides. A codec says of which
-plain tensors one of its kind consists, and makes it of others (`TensorCodec`). Kinds of other
-libraries are in `tierstore.adapters.compat`. `tests.conformance.codecs` says what a codec promises.
+A store holds only plain tensors: bytes with a dtype, a shape and strides. A `TensorCodec` lists the
+plain tensors inside a tensor of its kind, and rebuilds such a tensor from others. Codecs for other
+libraries are in `tierstore.adapters.compat`. `tests.conformance.codecs` specifies their behaviour.
 
-What has no codec stays in memory: on the store's device for as long as its model is offloaded, and
-counted in the budget. (See `tierstore.adapters.device_resident`.)
+A tensor without a codec stays on the store's device while its model is offloaded, and counts
+against the budget. (See `tierstore.adapters.device_resident`.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tierstore.adapters.compat import TensorCodec, libraries
 
 @functools.cache
 def all_codecs() -> tuple[TensorCodec, ...]:
-    """Return the codecs, in the order in which they are asked."""
+    """Return all codecs, in order of precedence."""
     return (
         WrapperCodec(),
         *(codec for library in libraries() for codec in library.codecs),
@@ -32,15 +32,15 @@ def all_codecs() -> tuple[TensorCodec, ...]:
 
 
 def codec_of(tensor: torch.Tensor) -> TensorCodec | None:
-    """The codec of a tensor's kind; None if nobody knows how to take it apart."""
+    """Return the codec of a tensor's kind; None if there is none."""
     return next((codec for codec in all_codecs() if codec.accepts(tensor)), None)
 
 
 def leaves_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The plain tensors that a tensor consists of, the very objects: what they show, it shows.
+    """Return the plain tensors inside a tensor, by attribute path; they are not copies.
 
-    By their names as its attributes, with dots between names in names; the tensor itself has an
-    empty name. Empty if there is any whose kind no codec knows.
+    Pointing a leaf at other memory changes the tensor. Nested attribute names are joined by dots; a
+    plain tensor is its own leaf, with an empty name. Empty if any inner tensor has no codec.
     """
     codec = codec_of(tensor)
     if codec is None:
@@ -58,12 +58,12 @@ def leaves_of(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def with_names(name: str, leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The leaves of a tensor that is called `name`, by their full names."""
+    """Return the leaves of a tensor with the given name, by their full names."""
     return {f"{name}.{attribute}" if attribute else name: t for attribute, t in leaves.items()}
 
 
 def rebuilt(tensor: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """A tensor like `tensor` (see `TensorCodec.rebuild`) that consists of other leaves."""
+    """Return a tensor like `tensor` with other leaves. See `TensorCodec.rebuild`."""
     codec = codec_of(tensor)
     assert codec is not None, "it has leaves"
     parts = {}
@@ -75,7 +75,7 @@ def rebuilt(tensor: torch.Tensor, leaves: Mapping[str, torch.Tensor]) -> torch.T
 
 
 def movable_leaves(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Those of its leaves that have bytes; empty if a store cannot hold all of them."""
+    """Return the leaves that have bytes; empty if a store cannot hold all leaves."""
     leaves = leaves_of(tensor)
     if any(leaf.device.type == "meta" for leaf in leaves.values()):
         return {}
@@ -83,7 +83,7 @@ def movable_leaves(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def weight_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of tensors of all kinds, each address counted once."""
+    """Return the bytes of tensors of any kind, each address counted once."""
     listed = [(tensor, leaves_of(tensor)) for tensor in tensors]
     unknown = sum(_elements_bytes(tensor) for tensor, leaves in listed if not leaves)
     return unknown + unique_bytes(leaf for _, leaves in listed for leaf in leaves.values())
@@ -97,5 +97,5 @@ def _elements_bytes(tensor: torch.Tensor) -> int:
 
 
 def is_movable(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is plain (or has plain ones beside it), with bytes that a store can hold."""
+    """Return whether a tensor itself has plain bytes that a store can hold."""
     return "" in movable_leaves(tensor)

@@ -1,4 +1,4 @@
-"""Where a tensor's elements lie, and how it looks at its storage."""
+"""Addresses, sizes and geometry of tensors in their storages."""
 
 from __future__ import annotations
 
@@ -10,80 +10,82 @@ from dataclasses import dataclass
 import torch
 
 from tierstore.model import shares
-from tierstore.system.views import set_over
+from tierstore.system.views import set_storage
 from tierstore.torch_private import negative_view, storage_at, storage_id
 
 ALIGNMENT = 64
-"""Bytes. A slice starts at a multiple of this, as memory on the CPU does."""
+"""Alignment in bytes of a slice's start, the same as torch's CPU memory has."""
 
 
 def has_address(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie somewhere: those of sparse or nested tensors lie in others."""
+    """Return whether a tensor has elements at an address, unlike sparse and nested tensors."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-OF_THE_FORM = frozenset(
+METADATA_METHODS = frozenset(
     ("data_ptr", "dim", "element_size", "is_contiguous", "is_floating_point", "numel", "stride")
 )
-"""Methods by which a tensor tells of itself without its bytes being looked at."""
+"""Methods of a tensor that do not read its elements."""
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """The address of its first element; 0 if it has none."""
+    """Return the address of a tensor's first element; 0 if it has none."""
     return tensor.data_ptr()
 
 
 def storage_address_of(tensor: torch.Tensor) -> int:
-    """The address of the storage that a tensor shows; 0 if it has none that can be told."""
+    """Return the address of a tensor's storage; 0 if it has none."""
     try:
         return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper around others
+    except (NotImplementedError, RuntimeError):  # sparse, or a wrapper tensor
         return 0
 
 
 def storage_id_of(tensor: torch.Tensor) -> int:
-    """A number that no other storage has as long as this one is there."""
+    """Return a number that is unique to a tensor's storage while the storage exists."""
     return storage_id(tensor.untyped_storage())
 
 
 def storage_reference(tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage]:
-    """Return a weak reference to a tensor's storage, which lives as long as anything shows it."""
+    """Return a weak reference to a tensor's storage, which lives as long as any tensor on it."""
     return weakref.ref(tensor.untyped_storage())
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements."""
+    """Return the number of bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape have the same bits. (`torch.equal` does not know
-    all dtypes, and takes -0 for 0.)"""
+    """Return whether two tensors of the same dtype and shape are bit-equal.
+
+    `torch.equal` does not support all dtypes, and treats -0 and 0 as equal.
+    """
     rows = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other))
     return torch.equal(*rows)
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of tensors, each address counted once."""
+    """Return the number of bytes of tensors, each address counted once."""
     return sum({t.data_ptr(): tensor_bytes(t) for t in tensors if has_address(t)}.values())
 
 
 def span(tensor: torch.Tensor) -> int:
-    """Bytes from the first element of a tensor to the end of its last one."""
+    """Return the number of bytes from a tensor's first element to the end of its last one."""
     last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
 
-def has_storage_of_its_own(tensor: torch.Tensor) -> bool:
-    """Whether a tensor shows all of its storage, each element once."""
+def owns_storage(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor covers all of its storage, each element once."""
     return tensor.untyped_storage().nbytes() == tensor_bytes(tensor) == span(tensor)
 
 
 def over(tensor: torch.Tensor, holder: object = None) -> torch.Tensor:
-    """A tensor over the same memory, as a storage of its own that keeps `holder`.
+    """Return a tensor over the same memory with a separate storage, which keeps `holder` alive.
 
-    Who saves a tensor saves its whole storage, and who looks at a part of it keeps all of it.
-    Without a holder, it is the memory itself that is kept.
+    Saving a tensor saves its whole storage, and a view of a part keeps the whole storage alive; a
+    separate storage covers only this tensor. Without a holder, the original storage is kept alive.
     """
     if not tensor.numel():
         return tensor
@@ -95,10 +97,10 @@ def over(tensor: torch.Tensor, holder: object = None) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Where a tensor's elements lie in its storage. `offset` and `stride` count elements.
+    """Layout of a tensor in its storage. `offset` and `stride` are in elements.
 
-    It is enough to build the tensor anew over another copy of the bytes. Strides come back as they
-    were: a contiguous copy would take other ways through the math libraries, and change last bits.
+    Sufficient to rebuild the tensor over another copy of the bytes. Strides are preserved, as a
+    contiguous copy could select other kernels in math libraries and change the last bits.
     """
 
     dtype: torch.dtype
@@ -111,13 +113,15 @@ class Geometry:
 
     @property
     def distinct_bytes(self) -> int:
-        """Bytes of the elements, those that are repeated by a stride of 0 counted once."""
+        """Bytes of the elements; those repeated by a stride of 0 are counted once."""
         rows = zip(self.size, self.stride, strict=True)
         return self.dtype.itemsize * math.prod(size if stride else 1 for size, stride in rows)
 
     def span(self, nbytes: int) -> tuple[int, int]:
-        """The bytes to keep, of a storage of `nbytes` bytes: (start, stop). All of them, unless
-        the tensor is a narrow slice."""
+        """Return the byte range (start, stop) to save, of a storage of `nbytes` bytes.
+
+        The whole storage, unless the tensor is a narrow slice of it.
+        """
         if 0 in self.size:
             return 0, 0
         rows = zip(self.size, self.stride, strict=True)
@@ -127,7 +131,7 @@ class Geometry:
         return (start, stop) if (stop - start) * shares.COVERAGE < nbytes else (0, nbytes)
 
     def empty(self) -> torch.Tensor:
-        """A tensor with the same strides in memory of its own, of unknown values."""
+        """Return an uninitialized tensor with the same shape and strides."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
     def over(
@@ -136,31 +140,31 @@ class Geometry:
         start: int = 0,
         counted: Callable[[torch.Tensor], torch.Tensor] = lambda bare: bare,
     ) -> torch.Tensor:
-        """The tensor, over a storage whose first byte was byte `start` of the original.
+        """Rebuild the tensor over a storage whose first byte was byte `start` of the original.
 
-        `counted` may put another tensor of the same memory in its place, before it is seen as
-        conjugated or negated.
+        `counted` may replace the tensor by one with the same memory, before the conjugate and
+        negative bits are set.
         """
         bare = torch.empty(0, dtype=self.dtype, device=self.device)
         offset = self.offset - start // self.dtype.itemsize
-        set_over(bare, storage, offset, self.size, self.stride)
+        set_storage(bare, storage, offset, self.size, self.stride)
         tensor = counted(bare)
         if self.conjugated:
             tensor = tensor.conj()
         return negative_view(tensor) if self.negated else tensor
 
     def within(self, tensor: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """The tensor, over the storage of another one. See `over`."""
+        """Rebuild the tensor over the storage of another one. See `over`."""
         return self.over(tensor.untyped_storage(), start)
 
 
 def geometry_at(tensor: torch.Tensor) -> tuple[int, Geometry]:
-    """Where a plain tensor lies, and how it looks at its storage there."""
+    """Return the storage address and geometry of a plain tensor."""
     return storage_address_of(tensor), geometry_of(tensor)
 
 
 def geometry_of(tensor: torch.Tensor) -> Geometry:
-    """How a plain strided tensor looks at its storage."""
+    """Return the geometry of a plain strided tensor."""
     return Geometry(
         tensor.dtype,
         tensor.device,

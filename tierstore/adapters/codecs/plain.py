@@ -1,4 +1,4 @@
-"""Plain tensors: strided, of a dtype that safetensors knows."""
+"""Codec for plain tensors: strided, with a dtype that safetensors supports."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 
 from tierstore.adapters.codecs.memory import has_address
 from tierstore.adapters.codecs.wrapper import is_wrapper
-from tierstore.system.views import NAMES, set_over
+from tierstore.system.views import NAMES, set_storage
 from tierstore.torch_private import like, swap
 
 
 class PlainCodec:
-    """A plain tensor is the only part of itself."""
+    """Codec for plain tensors, each of which is its own only part."""
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Whether it is strided memory of a dtype that has a name."""
+        """Return whether a tensor is strided memory with a supported dtype."""
         return (
             has_address(tensor)
             and not tensor.is_quantized
@@ -26,34 +26,31 @@ class PlainCodec:
         )
 
     def flatten(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensor, outside of any graph, with an empty name."""
+        """Return the detached tensor under an empty name."""
         return {"": tensor.detach()}
 
     def rebuild(self, tensor: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A tensor of the same class over the memory of the part."""
+        """Return a tensor of the same class over the memory of the part."""
         return like(tensor, parts[""])
 
-    def show(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """See `assign`."""
+    def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Point the tensor at other memory. See the function `assign`."""
         assign(tensor, value)
 
 
 def assign(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Let a plain `tensor` show the memory of `value`, on whatever device.
-
-    It stays the same object.
-    """
+    """Point a plain `tensor` at the memory of `value`, on any device. It stays the same object."""
     try:
         tensor.data = value
     except RuntimeError:
-        # Some accelerators outside of torch allow this only between tensors of their own.
+        # Some out-of-tree accelerators allow this only between their own tensors.
         swap(tensor, like(tensor, value))
 
 
 def replace_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """As `assign`, and give back the memory that the tensor showed before, whoever else shows it.
+    """Assign a value, and free the tensor's previous storage, even if other tensors show it.
 
-    That of a storage which is somebody else's (of a map, of a store) stays.
+    A storage that torch does not own (of a map or a store) is not freed.
     """
     before = tensor.untyped_storage()
     assign(tensor, value)
@@ -63,27 +60,29 @@ def replace_memory(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 @torch.inference_mode(mode=False)
 def make_ordinary(tensor: torch.Tensor) -> None:
-    """Let a tensor that was made in inference mode be one as any other, of the same memory.
+    """Turn an inference tensor into an ordinary one over the same memory.
 
-    It stays the same object. It requires no gradient, so that torch computes as with the tensor
-    that it was, whose views never do: whether they do decides which kernels torch chooses.
+    It stays the same object. It does not require grad: views of inference tensors never do, and
+    torch chooses kernels depending on that.
     """
     _swap(tensor, requires_grad=False)
 
 
 @torch.inference_mode()
 def make_inference(tensor: torch.Tensor, *, requires_grad: bool) -> None:
-    """Let a tensor be as if made in inference mode, unless torch refuses that, as it does where a
-    view has it."""
+    """Turn a tensor into an inference tensor. Does nothing if torch refuses, as for one with views.
+
+    It stays the same object, over the same memory.
+    """
     with contextlib.suppress(RuntimeError):
         _swap(tensor, requires_grad=requires_grad)
 
 
 def _swap(tensor: torch.Tensor, *, requires_grad: bool) -> None:
-    """Let it be a tensor of the mode that is on, over the memory that it has."""
+    """Replace a tensor in place by one of the current inference mode, over the same memory."""
     alike = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     offset, size, stride = int(tensor.storage_offset()), tensor.shape, tensor.stride()
-    set_over(alike, tensor.untyped_storage(), offset, size, stride)
+    set_storage(alike, tensor.untyped_storage(), offset, size, stride)
     if isinstance(tensor, torch.nn.Parameter):
         alike = torch.nn.Parameter(alike, requires_grad=requires_grad)
     swap(tensor, alike)

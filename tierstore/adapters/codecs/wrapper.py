@@ -1,6 +1,6 @@
-"""Tensors that wrap others, and say how: `__tensor_flatten__` and `__tensor_unflatten__`.
+"""Codec for wrapper tensors, which define `__tensor_flatten__` and `__tensor_unflatten__`.
 
-Quantised weights of several libraries do so, and DTensor. Groups hold the tensors inside.
+Examples are the quantised weights of several libraries, and DTensor. Groups hold the inner tensors.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from tierstore.torch_private import swap
 
 
 class WrapperCodec:
-    """What a wrapper says of itself."""
+    """Codec for wrapper tensors, through their own flatten and unflatten methods."""
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Whether its class says how it is taken apart."""
+        """Return whether a tensor is a wrapper tensor."""
         return is_wrapper(tensor)
 
     def flatten(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors inside, by the names of its attributes."""
+        """Return the inner tensors by attribute name."""
         return {n: part for n, part in _inside(tensor).items() if isinstance(part, torch.Tensor)}
 
     def rebuilder(self, tensor: torch.Tensor) -> Callable[[Mapping[str, torch.Tensor]], Any]:
-        """What makes a wrapper like `tensor` of other parts. It keeps nothing of its memory."""
+        """Return a function that builds a wrapper like `tensor` from parts.
+
+        It holds no reference to the tensor's memory.
+        """
         wrapper: Any = tensor
         kind, size, stride = type(wrapper), tensor.size(), tensor.stride()
         _, context = wrapper.__tensor_flatten__()
@@ -35,31 +38,32 @@ class WrapperCodec:
         return lambda parts: kind.__tensor_unflatten__({**others, **parts}, context, size, stride)
 
     def rebuild(self, tensor: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A wrapper of the same class around the parts."""
+        """Return a wrapper of the same class around the parts."""
         made: torch.Tensor = self.rebuilder(tensor)(parts)
         if isinstance(tensor, nn.Parameter):
             made = nn.Parameter(made, requires_grad=tensor.requires_grad)
         return made
 
-    def show(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """See `exchange`."""
+    def assign(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """Exchange the wrapper with another one. See `exchange`."""
         exchange(tensor, value)
 
 
 def _inside(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a wrapper names as its insides: tensors, and what else it wants back (a DTensor, its
-    mesh)."""
+    """Return the attributes that a wrapper flattens to: tensors, and others such as a mesh."""
     wrapper: Any = tensor
     names, _ = wrapper.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's class says how it is taken apart."""
+    """Return whether a tensor's class defines `__tensor_flatten__`."""
     return hasattr(tensor, "__tensor_flatten__")
 
 
 def exchange(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Let two tensors be each other; both stay the same objects. For those without plain memory,
-    of which no other can be shown. To exchange them again undoes it."""
+    """Swap the contents of two tensors, which stay the same objects. A second call undoes it.
+
+    For tensors without plain memory, which cannot be pointed at other memory.
+    """
     swap(tensor, other)

@@ -1,4 +1,4 @@
-"""accelerate: models that it offloads, and forwards that are marked for it."""
+"""accelerate: models that it offloads, and forwards marked for its hooks."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ from typing import Any
 from torch import nn
 
 from tierstore.adapters.compat import Library
-from tierstore.adapters.other_offloading import refuse_models_in_stores
+from tierstore.adapters.other_offloading import install_model_check
 
 
 class Accelerate(Library):
-    """Knows its hooks by the attribute `_hf_hook` that they leave on each module."""
+    """Support for accelerate. Recognizes its hooks by the attribute `_hf_hook` of a module."""
 
     name = "accelerate"
 
     def uses_weights_of_parts(self, module: nn.Module) -> bool:
-        """Whether a forward is marked with transformers' `force_accelerate_hooks`: it uses weights
-        of children that it does not call (Mamba and its relatives do)."""
-        forward: Any = getattr(type(module), "forward", None)  # TorchScript says that it has none
+        """Return whether a forward is marked with transformers' `force_accelerate_hooks`.
+
+        Such a forward (of Mamba and related models) uses weights of children without calling them.
+        """
+        forward: Any = getattr(type(module), "forward", None)  # TorchScript modules have none
         while forward is not None:
             code = getattr(forward, "__code__", None)
             if code is not None and code.co_qualname.startswith("force_accelerate_hooks."):
@@ -31,19 +33,19 @@ class Accelerate(Library):
         if not hasattr(module, "_hf_hook"):
             return None
         return (
-            "by accelerate already: undo that first with pipe.remove_all_hooks() or "
+            "by accelerate: undo that first with pipe.remove_all_hooks() or "
             "accelerate.hooks.remove_hook_from_module"
         )
 
     def guard(self) -> None:
-        """Have its hooks refuse models that are in a store."""
+        """Make accelerate's hooks refuse models that are in a store."""
         from accelerate import hooks
 
-        refuse_models_in_stores(hooks.AlignDevicesHook, "init_hook", _forget_forward)
-        refuse_models_in_stores(hooks.CpuOffload, "init_hook", _forget_forward)
+        install_model_check(hooks.AlignDevicesHook, "init_hook", _forget_forward)
+        install_model_check(hooks.CpuOffload, "init_hook", _forget_forward)
 
 
 def _forget_forward(module: nn.Module) -> None:
-    """accelerate notes a module's forward before it asks its hook."""
+    """Delete the forward that accelerate saved on a module before it called the hook."""
     if not hasattr(module, "_hf_hook"):
         module.__dict__.pop("_old_forward", None)

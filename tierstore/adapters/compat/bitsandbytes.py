@@ -1,12 +1,12 @@
-"""bitsandbytes: quantised weights, and what its functions keep for the backward pass.
+"""bitsandbytes: quantised weights, and the tensors that its functions save for backward.
 
-Four bits (`Params4bit`) have a `quant_state`, which may have one in it. Eight bits (`Int8Params`)
-have their numbers and scales in attributes, too, until they have run: then these are in the `state`
-of the module, which shows their memory to the weight. Written from bitsandbytes 0.50.
+A 4-bit weight (`Params4bit`) has a `quant_state`, which may contain a nested one. An 8-bit weight
+(`Int8Params`) has its values and scales in attributes until its first run; after that, they are in
+the `state` of the module, and the weight shares their memory. Written for bitsandbytes 0.50.
 
-Its autograd functions keep packed weights, and the state that says what these mean, in attributes
-of their node of the graph, where no hook sees them. So the nodes of a unit that ran are searched:
-a view of leased memory becomes a note of it. A node gets its tensors back while it runs.
+Its autograd functions save packed weights and quantisation states in attributes of their graph
+nodes, where no hook sees them. The nodes of a unit are searched after its run, and each view of
+leased memory is replaced by a reference. A node gets its tensors back while it runs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from tierstore.torch_private import like
 _STATE = ("quant_state.absmax", "quant_state.code", "quant_state.offset")
 _INNER_STATE = ("quant_state.state2.absmax", "quant_state.state2.code")
 _BESIDE = {"Params4bit": (*_STATE, *_INNER_STATE), "Int8Params": ("CB", "SCB")}
-"""Where tensors may be, by the name of the class."""
+"""Attribute paths of further tensors of a weight, by class name."""
 
 
 class BitsandbytesCodec(PlainCodec):
-    """The numbers, and the tensors of its state."""
+    """Codec for quantised weights: the values, and the tensors of the quantisation state."""
 
     def accepts(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a weight of bitsandbytes that was quantised."""
+        """Return whether a tensor is a quantised weight of bitsandbytes."""
         return (
             is_of_bitsandbytes(tensor)
             and super().accepts(tensor)
@@ -45,11 +45,11 @@ class BitsandbytesCodec(PlainCodec):
         )
 
     def flatten(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The numbers, with an empty name, and what is beside them."""
+        """Return the values under an empty name, and the state's tensors by attribute path."""
         return {"": tensor.detach(), **dict(_beside(tensor))}
 
     def rebuild(self, tensor: torch.Tensor, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """A weight of the same class over other parts, with a state of its own."""
+        """Return a weight of the same class over other parts, with a copied state."""
         made: Any = like(tensor, parts[""])
         if hasattr(made, "quant_state"):
             made.quant_state = copy.copy(made.quant_state)
@@ -61,7 +61,7 @@ class BitsandbytesCodec(PlainCodec):
 
 
 def is_of_bitsandbytes(value: object) -> bool:
-    """Whether the class of a weight, or of a state, is one of the library's."""
+    """Return whether the class of a weight or state belongs to bitsandbytes."""
     return type(value).__module__.startswith("bitsandbytes.")
 
 
@@ -75,25 +75,25 @@ def _beside(tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class Bitsandbytes(Library):
-    """Knows its weights by the module of their class."""
+    """Support for bitsandbytes. Recognizes its weights by the module of their class."""
 
     name = "bitsandbytes"
     codecs = (BitsandbytesCodec(),)
 
     def hidden_tensors(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the numbers and scales that `Linear8bitLt` keeps in its state once it has run."""
+        """Return the values and scales that `Linear8bitLt` moves to its state in its first run."""
         state = getattr(module, "state", None) if type(module).__name__ == "Linear8bitLt" else None
         found = {f"state.{name}": getattr(state, name, None) for name in ("CB", "SCB")}
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
     def saves_weights(self, tensor: torch.Tensor) -> bool:
-        """Whether it is one of its weights."""
+        """Return whether a tensor is a weight of bitsandbytes."""
         return is_of_bitsandbytes(tensor)
 
     def release_saved(
         self, results: Iterable[torch.Tensor], given: Any, pack_view: PackView
     ) -> None:
-        """Replace views of leased memory in its nodes by notes of them."""
+        """Replace views of leased memory in the library's graph nodes by references."""
 
         def noted(tensor: torch.Tensor) -> object:
             unpack = pack_view(tensor)
@@ -112,13 +112,13 @@ class Bitsandbytes(Library):
 
 @dataclass(frozen=True)
 class _Note:
-    """A note in the place of a tensor: `unpack` brings it back."""
+    """A reference in place of a saved tensor, which `unpack` restores."""
 
     unpack: Unpack
 
 
 def _python_nodes(results: Iterable[torch.Tensor], given: Any) -> Iterator[Any]:
-    """The nodes that are written in Python, from what a unit returned to what it was given."""
+    """Yield the Python-defined graph nodes between a unit's arguments and its results."""
     seen: set[Any] = {t.grad_fn for t in tensors_in(list(given)) if t.grad_fn is not None}
     waiting: list[Any] = [t.grad_fn for t in results if t.grad_fn is not None]
     while waiting:
@@ -132,8 +132,8 @@ def _python_nodes(results: Iterable[torch.Tensor], given: Any) -> Iterator[Any]:
 
 
 def _bring_back(node: Any, notes: dict[str, Any]) -> None:
-    """Have a node's attributes be tensors while it runs, and `notes` otherwise."""
-    found = weakref.ref(node)  # which holds the hooks
+    """Set a node's attributes to tensors while it runs, and to `notes` otherwise."""
+    found = weakref.ref(node)  # weak, as the node holds the hooks
 
     def before(gradients: Any) -> None:
         tensors = {n: _with_each(v, _Note, lambda note: note.unpack()) for n, v in notes.items()}
@@ -147,8 +147,10 @@ def _bring_back(node: Any, notes: dict[str, Any]) -> None:
 
 
 def _with_each(value: Any, kind: type, change: Callable[[Any], object]) -> Any:
-    """A value with what is of a kind in it changed, in tuples and in states of bitsandbytes: itself
-    if nothing is."""
+    """Return a value with `change` applied to each instance of `kind` inside it.
+
+    Descends into lists, tuples and bitsandbytes states. Returns the same value if nothing changes.
+    """
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, (list, tuple)):
@@ -158,6 +160,6 @@ def _with_each(value: Any, kind: type, change: Callable[[Any], object]) -> Any:
     if is_of_bitsandbytes(value) and hasattr(value, "__dict__"):
         fields = {name: _with_each(field, kind, change) for name, field in vars(value).items()}
         if any(field is not getattr(value, name) for name, field in fields.items()):
-            value = copy.copy(value)  # the model's own stays as it is
+            value = copy.copy(value)  # do not change the model's own state
             vars(value).update(fields)
     return value

@@ -14,19 +14,19 @@ import torch
 from torch import nn
 
 from tierstore.adapters.compat import Library, ModelHints
-from tierstore.adapters.other_offloading import OffloadingByUs, refuse_models_in_stores
-from tierstore.adapters.pipelines import follow_class_tree
+from tierstore.adapters.other_offloading import TierstoreOffloading, install_model_check
+from tierstore.adapters.pipelines import patch_class_tree
 from tierstore.model.extras import extra_for
 
 MARKER = "group_offloading"
-"""The name of the hook by which diffusers knows an offloaded model."""
+"""Name of the hook by which diffusers recognizes an offloaded model."""
 
 
 class Diffusers(Library):
-    """Tells diffusers of offloaded models by an entry in their `HookRegistry`."""
+    """Support for diffusers. Marks offloaded models by an entry in their `HookRegistry`."""
 
     name = "diffusers"
-    # Or the hooks of diffusers, which restores older `forward`s when it removes one.
+    # Includes methods that change hooks: diffusers restores older `forward`s when it removes one.
     changes_weights = (
         "load_lora_weights",
         "unload_lora_weights",
@@ -47,7 +47,7 @@ class Diffusers(Library):
     )
 
     def hints(self, model: nn.Module) -> ModelHints:
-        """Return what its models' classes say for diffusers' own group offloading."""
+        """Return the class attributes for diffusers' own group offloading."""
         return ModelHints(
             supported=getattr(model, "_supports_group_offloading", True),
             skip=frozenset(getattr(model, "_skip_keys", None) or ()),
@@ -59,34 +59,34 @@ class Diffusers(Library):
         registry = getattr(module, "_diffusers_hook", None)
         if registry is None or registry.get_hook(MARKER) is None:
             return None
-        return "already (by diffusers, or to another store): load it again, or disable that first"
+        return "by diffusers, or to another store: load it again, or undo that first"
 
     def guard(self) -> None:
-        """Have its group offloading refuse models that are in a store."""
+        """Make diffusers' group offloading refuse models that are in a store."""
         from diffusers.hooks import group_offloading
 
-        refuse_models_in_stores(group_offloading, "_apply_group_offloading")
+        install_model_check(group_offloading, "_apply_group_offloading")
 
     def mark(self, model: nn.Module, device: torch.device) -> None:
         """Add an entry to the model's hooks, with the devices that pipelines ask for."""
         try:
             from diffusers.hooks import HookRegistry
         except ImportError:
-            return  # without diffusers nobody asks
+            return  # without diffusers, the mark is never read
         registry = HookRegistry.check_if_exists_or_initialize(model)
         registry.hooks = _Marked(registry.hooks, _MarkConfig(device, torch.device("cpu")))
 
     def unmark(self, model: nn.Module) -> None:
-        """Remove the entry."""
+        """Remove the entry from the model's hooks."""
         registry = getattr(model, "_diffusers_hook", None)
         if registry is not None and isinstance(registry.hooks, _Marked):
             registry.hooks = dict(registry.hooks)
 
-    def follow_pipelines(self) -> None:
-        """Have pipelines of every class, also later ones, respect offloaded models."""
+    def patch_pipelines(self) -> None:
+        """Make pipelines of every class, including future ones, respect offloaded models."""
         from diffusers import DiffusionPipeline
 
-        follow_class_tree(DiffusionPipeline)
+        patch_class_tree(DiffusionPipeline)
 
     def read_single_file(self, path: str) -> Mapping[str, torch.Tensor] | None:
         """Return the tensors of a GGUF file on this machine; None for any other path."""
@@ -97,17 +97,17 @@ class Diffusers(Library):
 
 
 @dataclass(frozen=True)
-class _MarkConfig(OffloadingByUs):
-    """What diffusers reads of the hook of an offloaded model."""
+class _MarkConfig(TierstoreOffloading):
+    """The configuration that diffusers reads from an offloaded model's hook."""
 
     onload_device: torch.device
     offload_device: torch.device
 
 
 class _Marked(dict[str, Any]):
-    """The hooks of a model, where the mark is found by `get` only: nobody can remove it.
+    """A model's hooks with an extra mark that only `get` finds, so that it cannot be removed.
 
-    A copy or a pickle of the model is an ordinary model: its hooks are the others.
+    A copy or a pickle of the model is an ordinary model with only the other hooks.
     """
 
     def __init__(self, others: dict[str, Any], config: _MarkConfig) -> None:
@@ -115,7 +115,7 @@ class _Marked(dict[str, Any]):
         self._mark = SimpleNamespace(config=config)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the hook of that name, as `HookRegistry.get_hook` asks for it."""
+        """Return the hook of that name. `HookRegistry.get_hook` calls this."""
         return self._mark if name == MARKER else super().get(name, default)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
@@ -131,12 +131,12 @@ class _Marked(dict[str, Any]):
 def mapped_gguf(path: str) -> dict[str, torch.Tensor]:
     """Return the tensors of a GGUF file by name, each a copy-on-write map of it on the CPU.
 
-    A quantised one has the shape of its bytes: rows of uint8, as diffusers' `GGUFParameter`.
-    diffusers' own `load_gguf_checkpoint` copies each into memory. The format is llama.cpp's:
-    https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+    A quantised tensor is a diffusers `GGUFParameter` with the shape of its bytes: rows of uint8.
+    (diffusers' own `load_gguf_checkpoint` copies each tensor into memory.) The format is
+    llama.cpp's: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 
-    Raises ImportError without gguf or diffusers, ValueError for what is no GGUF file or is
-    quantised in a way that diffusers does not know.
+    Raises ImportError without gguf or diffusers, and ValueError if the file is not a GGUF file or
+    has a quantisation type that diffusers does not support.
     """
     with extra_for("to read a GGUF file"):
         gguf: Any = import_module("gguf")
@@ -150,7 +150,7 @@ def mapped_gguf(path: str) -> dict[str, torch.Tensor]:
             known = ", ".join(sorted(k.name for k in utils.SUPPORTED_GGUF_QUANT_TYPES))
             raise ValueError(
                 f"{path}: {tensor.name} is quantised as {kind.name}, which diffusers does not "
-                f"know. It knows {known}"
+                f"support. It supports {known}"
             )
         tensors[tensor.name] = (
             weight if kind in plain else utils.GGUFParameter(weight, quant_type=kind)

@@ -9,13 +9,15 @@ from tierstore.adapters.forward import has_method
 
 
 class Peft(Library):
-    """Knows an adapter layer by its `base_layer`."""
+    """Support for peft. Recognizes an adapter layer by its `base_layer`."""
 
     name = "peft"
 
     def uses_weights_of_parts(self, module: nn.Module) -> bool:
-        """Whether it is an adapter layer, which may use its base layer's weight without calling it
-        (DoRA does)."""
+        """Return whether a module is an adapter layer.
+
+        It may use its base layer's weight without calling the base layer, as DoRA does.
+        """
         return hasattr(module, "base_layer") and hasattr(module, "active_adapters")
 
     def merges(self, module: nn.Module) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
-"""torchao: quantising weights while a model is loaded, a few at a time, once.
+"""torchao: quantise weights once, a few layers at a time, while a model is loaded.
 
-diffusers and transformers have torchao's `quantize_` quantise each layer when they have loaded it,
-in memory. Here that is put off until all layers are loaded, as maps of their files. Then it is done
-for some of them at a time, and what comes of it goes to the store's directory. At the next start
-that is found by the files' bytes and the configuration: `quantize_` then runs on the meta device,
-where nothing is computed, and says which tensors a weight consists of.
+diffusers and transformers call torchao's `quantize_` on each layer as soon as it is loaded, in
+memory. Here the call is deferred until all layers are mapped from their files; then a few layers at
+a time are quantised, and the results are written to the store's directory. On the next start, the
+results are found by the files' bytes and the configuration. `quantize_` then runs on the meta
+device, without computing anything, to obtain the structure of each weight.
 """
 
 from __future__ import annotations
@@ -25,22 +25,21 @@ from tierstore.adapters.codecs.memory import tensor_bytes
 from tierstore.adapters.codecs.wrapper import is_wrapper
 from tierstore.adapters.compat import Library
 from tierstore.adapters.contents import named_parameters_of
-from tierstore.engine.adoption import derivation_of
 from tierstore.engine.groups import Groups
+from tierstore.engine.in_place_groups import derivation_of
 from tierstore.model.outline import in_portions
 from tierstore.progress import bar
 from tierstore.system.allocator import FreedMemory
 
 _HOLDER = "diffusers.quantizers.torchao.torchao_quantizer"
-"""A module, besides torchao's own, in which a library looks `quantize_` up."""
+"""A module, besides torchao's own, from which a library calls `quantize_`."""
 _IN_BETWEEN = 8
-"""What it computes of a weight until it is done, in sizes of the weight: several tensors of
-float32 at a time."""
+"""Peak memory of quantising a weight, in multiples of its size: several float32 tensors."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Layer:
-    """A layer to be quantised, and how."""
+    """A layer to quantise, with its configuration as text in `how`."""
 
     module: nn.Module
     quantize: Callable[[], None]
@@ -56,32 +55,32 @@ class _Layer:
     def quantised(
         self, dtypes: Mapping[int, torch.dtype], device: torch.device | None
     ) -> dict[str, torch.Tensor]:
-        """Those of its tensors that were quantised. All others are as they were.
+        """Return the layer's quantised tensors by name. The layer itself is not changed.
 
-        They are cast before as `dtypes` says (by id), and brought to a device if one is given.
+        Tensors (by id) are first cast to `dtypes`, and moved to `device` if one is given.
         """
         before = self.tensors()
         for name, tensor in before.items():
             dtype = dtypes.get(id(tensor), tensor.dtype)
             value = tensor.detach().to(device=device or tensor.device, dtype=dtype)
-            self._give(name, nn.Parameter(value, requires_grad=False))
+            self._register(name, nn.Parameter(value, requires_grad=False))
         try:
             self.quantize()
             return {name: tensor for name, tensor in self.tensors().items() if is_wrapper(tensor)}
         finally:
             for name, tensor in before.items():
-                self._give(name, tensor)
+                self._register(name, tensor)
 
-    def take(self, name: str, weight: torch.Tensor) -> None:
-        """Have a quantised weight from now on."""
-        self._give(name, weight)
+    def set_weight(self, name: str, weight: torch.Tensor) -> None:
+        """Replace a weight by its quantised form."""
+        self._register(name, weight)
 
-    def _give(self, name: str, weight: Any) -> None:
+    def _register(self, name: str, weight: Any) -> None:
         self.module.register_parameter(name, weight)
 
 
 class DeferredQuantize:
-    """The calls of `quantize_` that were deferred while a model was loaded: a `Deferred`."""
+    """The calls of `quantize_` deferred while a model is loaded: a `Deferred`."""
 
     def __init__(self, quantize: Callable[..., None]) -> None:
         self._quantize = quantize
@@ -89,11 +88,11 @@ class DeferredQuantize:
         self._version = importlib.metadata.version("torchao")
 
     def quantize(self, module: nn.Module, *arguments: Any, **named: Any) -> None:
-        """In the place of `quantize_`: leave a layer as it is for now."""
+        """Record the call for later. Replaces `quantize_` for single layers."""
         if next(module.children(), None) is not None:
             self._quantize(module, *arguments, **named)
             return
-        # Functions say where they are in memory; they only choose layers, and this one is chosen.
+        # The repr of a function has its address. Skip functions: they only filter layers.
         said = [each for each in (*arguments, *named.values()) if not callable(each)]
         how = f"{self._version} {said!r}"
 
@@ -103,15 +102,17 @@ class DeferredQuantize:
         self._layers.append(_Layer(module, quantize, how))
 
     def finish(self, groups: Groups, dtypes: Mapping[int, torch.dtype], target: int) -> None:
-        """Quantise all of them, of up to `target` bytes at a time; tensors that have another dtype
-        in `dtypes` (by id) are cast before."""
+        """Quantise all deferred layers, up to `target` bytes at a time.
+
+        Tensors with another dtype in `dtypes` (by id) are cast first.
+        """
         layers, self._layers = self._layers, []
         freed = FreedMemory()
         parts = list(in_portions(layers, lambda layer: layer.nbytes, target))
         for part in bar(parts, "Quantising", "parts"):
             freed.add(_IN_BETWEEN * sum(layer.nbytes for layer in part))
             _finish(groups, dict(enumerate(part)), dtypes)
-        freed.give_back()
+        freed.release()
 
 
 def _finish(groups: Groups, part: Mapping[int, _Layer], dtypes: Mapping[int, torch.dtype]) -> None:
@@ -119,7 +120,7 @@ def _finish(groups: Groups, part: Mapping[int, _Layer], dtypes: Mapping[int, tor
     casts = {n: dtypes[id(t)] for n, t in tensors.items() if id(t) in dtypes}
     how = [layer.how for layer in part.values()]
     derivation = derivation_of(tensors, casts, repr(how))
-    found = groups.made_before(derivation)
+    found = groups.get_derived(derivation)
     device = None if found is None else torch.device("meta")
     made = {i: layer.quantised(dtypes, device) for i, layer in part.items()}
     leaves = {
@@ -131,20 +132,20 @@ def _finish(groups: Groups, part: Mapping[int, _Layer], dtypes: Mapping[int, tor
     if not leaves:
         return
     if found is None:
-        found = groups.keep_made(derivation, leaves)
+        found = groups.put_derived(derivation, leaves)
     for i, weights in made.items():
         for name, weight in weights.items():
-            homes = {each: found[f"{i}.{name}.{each}"] for each in leaves_of(weight)}
-            part[i].take(name, rebuilt(weight, homes))
+            host_views = {each: found[f"{i}.{name}.{each}"] for each in leaves_of(weight)}
+            part[i].set_weight(name, rebuilt(weight, host_views))
 
 
 class Torchao(Library):
-    """Defers its `quantize_`."""
+    """Support for torchao, whose `quantize_` is deferred during loading."""
 
     name = "torchao"
 
     def loading(self) -> AbstractContextManager[DeferredQuantize] | None:
-        """Return a context in which `quantize_` leaves layers as they are; None without torchao."""
+        """Return a context in which `quantize_` is deferred; None if torchao is not installed."""
         try:
             quantization = import_module("torchao.quantization")
         except ImportError:

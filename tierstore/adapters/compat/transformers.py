@@ -1,4 +1,4 @@
-"""transformers: stacked experts, caches, ties, buffers that no checkpoint has."""
+"""transformers: stacked experts, caches, tied weights, and buffers outside checkpoints."""
 
 from __future__ import annotations
 
@@ -17,24 +17,32 @@ from tierstore.adapters.contents import named_parameters_of
 from tierstore.adapters.grouping import is_compiled
 
 _CHOICES = frozenset({"top_k_index", "router_indices"})
-"""Names of the argument that says which experts are used."""
+"""Names of the argument that holds the chosen experts."""
 _STACKED = 3
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Has weights converted on the thread that loads, one after the other."""
+"""Environment variable that makes transformers convert weights serially on the loading thread."""
 
 
 class Transformers(Library):
-    """Knows its models by attributes and signatures, so that copies of their code work too."""
+    """Support for transformers.
+
+    Recognizes its models by attributes and signatures, so copies of their code work as well.
+    """
 
     name = "transformers"
 
     def recomputes_parts(self, module: nn.Module) -> bool:
-        """Whether gradient checkpointing is on: transformers and diffusers say so of a module."""
+        """Return whether gradient checkpointing is enabled on a module.
+
+        The attribute is the same in transformers and diffusers.
+        """
         return bool(getattr(module, "gradient_checkpointing", False))
 
     def expert_stacks(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the stacked weights of `Experts`, whose `forward(hidden_states, top_k_index,
-        top_k_weights)` looks them up by the first dimension."""
+        """Return the stacked weights of an experts module.
+
+        Its `forward(hidden_states, top_k_index, top_k_weights)` indexes their first dimension.
+        """
         experts = getattr(module, "num_experts", None)
         if not isinstance(experts, int) or experts < 2 or is_compiled(module):
             return {}
@@ -49,12 +57,14 @@ class Transformers(Library):
         }
 
     def is_cache(self, value: object) -> bool:
-        """Whether it is a `Cache`, or one layer of it."""
+        """Return whether a value is a `Cache`, or one layer of one."""
         return hasattr(value, "get_seq_length") or hasattr(value, "update_conv_state")
 
     def tied_names(self, module: nn.Module) -> Mapping[str, str]:
-        """Return what the model declares as tied. These need not be one Parameter object:
-        `accelerate.init_empty_weights()` makes several of it."""
+        """Return the names that the model declares as tied.
+
+        These may be different Parameter objects: `accelerate.init_empty_weights()` separates them.
+        """
         known = getattr(module, "all_tied_weights_keys", None)
         return known if isinstance(known, Mapping) else {}
 
@@ -73,7 +83,7 @@ class Transformers(Library):
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Convert weights on the loading thread, where `LoadingMode` sees it."""
+        """Convert weights on the loading thread, where `LoadingMode` intercepts it."""
         before = os.environ.get(_ONE_BY_ONE)
         os.environ[_ONE_BY_ONE] = "1"
         try:

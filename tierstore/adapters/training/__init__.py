@@ -1,4 +1,4 @@
-"""Training models that do not fit: parameters, gradients and optimizer state in a store.
+"""Train models that exceed memory: parameters, gradients and optimizer state live in a store.
 
     model = OffloadModel(module, store)
     optimizer = OffloadOptimizer(model, store, torch.optim.AdamW, lr=1e-4)
@@ -9,10 +9,10 @@
         optimizer.step()
         optimizer.zero_grad()
 
-The idea of going through a model slice by slice, with the optimizer on the CPU, is that of
-FairScale's `OffloadModel` (after Pudipeddi et al., "Training Large Neural Networks with Constant
-Memory using a New Execution Algorithm", 2020). Everything here is exact: losses, parameters and
-the state of the optimizer are those of ordinary training, to the last bit.
+Streaming a model slice by slice with the optimizer on the CPU follows FairScale's `OffloadModel`,
+after Pudipeddi et al., "Training Large Neural Networks with Constant Memory using a New Execution
+Algorithm", 2020. Results are bit-identical to ordinary training: losses, parameters and optimizer
+state.
 """
 
 from tierstore.adapters.training.model import OffloadModel

@@ -1,12 +1,12 @@
-"""Files of a checkpoint of `torch.distributed.checkpoint`: written, replaced and read.
+"""Writes, replaces and reads the files of a checkpoint of `torch.distributed.checkpoint`.
 
     __0_5.distcp   written by rank 0 in save number 5: chunks of tensors and other values, by
                    `torch.save`
-    .metadata      torch's pickle, which says which file has which chunk; then the size and checksum
-                   of each file, and the checksum of `.metadata` itself
+    .metadata      torch's pickle, which maps chunks to files; then the size and checksum of each
+                   file, and the checksum of `.metadata` itself
 
-torch reads no further than the pickle. `.metadata` is renamed into place last, and files of another
-save have other names, so a reader finds one save or the other. See decision 49.
+torch reads only the pickle. Files of different saves have different names, and `.metadata` is
+renamed into place last, so a reader finds either the old save or the new one. See decision 49.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from tierstore import errors
-from tierstore.adapters.codecs.memory import has_storage_of_its_own, over, span
+from tierstore.adapters.codecs.memory import over, owns_storage, span
 from tierstore.adapters.training.checkpoint_metadata import DATA, parsed_metadata
 from tierstore.model.header import digest
 from tierstore.progress import bar
@@ -43,7 +43,7 @@ from tierstore.torch_private import file_view, stored_at
 METADATA, DRAFT = ".metadata", ".saving-"
 FORMAT = 1
 ADVICE = "restore it, or load another save"
-_UNSYNCED = 64 << 20  # bytes of a file that may be in the page cache
+_UNSYNCED = 64 << 20  # dirty bytes of a file that may accumulate in the page cache
 
 
 class FileSum(NamedTuple):
@@ -54,7 +54,7 @@ class FileSum(NamedTuple):
 
 
 class _Output(io.FileIO):
-    """A new file for `torch.save` to write to, summed as it is written."""
+    """A new file for `torch.save` to write to; computes its checksum on the fly."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path, "xb")
@@ -74,7 +74,7 @@ class _Output(io.FileIO):
         return len(view)
 
     def sync(self) -> FileSum:
-        """Sync the file, give its page cache back, and return the sum of what was written."""
+        """Sync the file, drop it from the page cache, and return its size and checksum so far."""
         os.fsync(self.fileno())
         os.posix_fadvise(self.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         self._synced = self._end
@@ -82,10 +82,10 @@ class _Output(io.FileIO):
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes each rank's part to one file, an item at a time. torch's own writer keeps all tensors
-    of a file in memory until the file is written.
+    """Writes each rank's part to one file, an item at a time.
 
-    Ranks send the sums of their files to the first rank as results of items that were not planned.
+    torch's own writer keeps all tensors of a file in memory until the file is written. Ranks send
+    the checksums of their files to the first rank as results of extra, unplanned items.
     """
 
     def __init__(self, draft: str, number: int) -> None:
@@ -93,7 +93,7 @@ class CheckpointWriter(FileSystemWriter):
         self._number = number
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:
-        """Write the items of this rank in their order."""
+        """Write the items of this rank in the order of the plan."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._written(plan, planner) if plan.items else [])
         return future
@@ -108,31 +108,31 @@ class CheckpointWriter(FileSystemWriter):
                     _save(data, output)
                 else:
                     output.write(data.getbuffer())
-                del data  # the next item may take its place in RAM
+                del data  # free its RAM for the next item
                 nbytes = output.tell() - start
                 results.append(WriteResult(item.index, nbytes, stored_at(name, start, nbytes)))
             return [*results, WriteResult(MetadataIndex(name), 0, output.sync())]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the metadata and the sums, on the first rank."""
+        """Write the metadata and the checksums, on the first rank."""
         found = [result for of_rank in results for result in of_rank]
         sums = {r.index.fqn: r.storage_data for r in found if isinstance(r.storage_data, FileSum)}
         super().finish(metadata, [[r for r in found if not isinstance(r.storage_data, FileSum)]])
         with open(os.path.join(self.path, METADATA), "r+b") as file:
             pickled = file.read()
-            file.write(sealed(pickled, sums).removeprefix(pickled))
+            file.write(seal_metadata(pickled, sums).removeprefix(pickled))
             file.flush()
             os.fsync(file.fileno())
 
 
 def _save(tensor: torch.Tensor, output: Any) -> None:
-    """Save the values of a tensor. torch saves a whole storage, so they get one of their own."""
+    """Save the values of a tensor, copied if needed, because torch saves whole storages."""
     plain = tensor.detach().cpu().resolve_conj().resolve_neg()
     if not plain.numel() or span(plain) != plain.nbytes:
         plain = plain.contiguous() if plain.numel() else plain.clone()
     try:
-        torch.save(plain if has_storage_of_its_own(plain) else over(plain), output)
-    except RuntimeError as error:  # torch raises one in place of an error of the disk
+        torch.save(plain if owns_storage(plain) else over(plain), output)
+    except RuntimeError as error:  # torch wraps errors of the disk
         raise error.__context__ or error from None
 
 
@@ -141,7 +141,7 @@ def _loaded(source: Any) -> Any:
 
 
 class Encoded(io.BytesIO):
-    """A value as it is saved. Raises TypeError for one that could not be loaded again."""
+    """A value encoded by `torch.save`. Raises TypeError if it could not be loaded again."""
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__()
@@ -150,35 +150,35 @@ class Encoded(io.BytesIO):
             _loaded(io.BytesIO(self.getvalue()))
         except (pickle.PickleError, AttributeError, RecursionError, TypeError) as error:
             raise TypeError(
-                f"{name!r} is a {type(value).__name__} that could not be loaded again without "
-                "running code of its own: make it of tensors, numbers, text, lists and dicts, or "
-                "leave it out and pass what it takes to make it again as `extra`"
+                f"{name!r} is a {type(value).__name__} that cannot be loaded again without "
+                "running code from the checkpoint: build it from tensors, numbers, text, lists and "
+                "dicts, or omit it and save the data needed to rebuild it as `extra`"
             ) from error
 
 
-def sealed(pickled: bytes, sums: dict[str, FileSum]) -> bytes:
+def seal_metadata(pickled: bytes, sums: dict[str, FileSum]) -> bytes:
     """Return the contents of `.metadata`."""
-    said = json.dumps({"format": FORMAT, "files": sums}, separators=(",", ":"))
-    body = pickled + b"\n" + said.encode() + b"\n"
+    trailer = json.dumps({"format": FORMAT, "files": sums}, separators=(",", ":"))
+    body = pickled + b"\n" + trailer.encode() + b"\n"
     return body + digest(body).encode()
 
 
 @contextlib.contextmanager
-def draft_of(path: str) -> Iterator[tuple[str, int]]:
-    """Yield a directory to write a checkpoint to, and the number for its files. They replace the
-    checkpoint in `path` when the block is left without an error.
+def draft_directory(path: str) -> Iterator[tuple[str, int]]:
+    """Yield a draft directory for a checkpoint, and the save number for its files.
 
-    Raises StoreLockedError while another save to `path` is under way.
+    If the block ends without an error, the draft's files replace the checkpoint in `path`.
+    Raises StoreLockedError while another save to `path` is in progress.
     """
     _make_directories(path)
     with _opened(path) as folder:
         if not try_lock(folder):
             raise errors.StoreLockedError(
-                f"another save to {path} is under way: wait for it, or choose another path"
+                f"another save to {path} is in progress: wait for it, or choose another path"
             )
         names = os.listdir(folder)
         for name in names:
-            if name.startswith(DRAFT):  # left by a process that was killed
+            if name.startswith(DRAFT):  # left by a crashed process
                 shutil.rmtree(os.path.join(path, name), ignore_errors=True)
         draft = tempfile.mkdtemp(prefix=DRAFT, dir=path)
         try:
@@ -208,7 +208,7 @@ def _opened(path: str) -> Iterator[int]:
 
 
 def _make_directories(path: str) -> None:
-    """Make a directory and those above it, so that they survive a power cut."""
+    """Create a directory and its parents durably: they survive a power cut."""
     if not os.path.isdir(path):
         above = os.path.dirname(path)
         _make_directories(above)
@@ -221,8 +221,8 @@ def _make_directories(path: str) -> None:
 class CheckpointFiles:
     """The files of one save, open until `stack` is closed.
 
-    Raises TransferError where one is missing, CorruptDataError for metadata that torch does not
-    write, and TierStoreError for those of a newer format.
+    Raises TransferError if a file is missing, CorruptDataError if `.metadata` is not one that torch
+    writes, and TierStoreError if its format is newer.
     """
 
     def __init__(self, path: str, stack: ExitStack) -> None:
@@ -241,22 +241,22 @@ class CheckpointFiles:
                 if lacking == metadata or os.path.samestat(
                     os.stat(metadata), os.fstat(file.fileno())
                 ):
-                    why = "is missing: restore it, or pass a directory that save_training has saved"
+                    why = "is missing: restore it, or pass a directory written by save_training"
                     raise self._error(errors.TransferError, lacking, why) from None
 
     def _parsed(self, raw: bytes) -> set[str]:
-        """Read the metadata and the sums. Returns the names of the files with data."""
+        """Read the metadata and the checksums. Return the names of the data files."""
         body, _, seal = raw.rpartition(b"\n")
-        self._sums: dict[str, FileSum] = {}  # none if torch alone has saved
+        self._sums: dict[str, FileSum] = {}  # empty if written by torch alone
         try:
             if is_sealed := seal == digest(body + b"\n").encode():
                 raw, _, line = body.rpartition(b"\n")
-                said = json.loads(line)
-                if said["format"] != FORMAT:
+                trailer = json.loads(line)
+                if trailer["format"] != FORMAT:
                     raise errors.TierStoreError(
                         f"{self.path} has a newer format than {FORMAT}: upgrade tierstore"
                     )
-                files = said["files"].items()
+                files = trailer["files"].items()
                 self._sums = {name: FileSum(int(n), str(xxh3)) for name, (n, xxh3) in files}
             self.metadata = parsed_metadata(raw)
             names = {place.relative_path for place in self.metadata.storage_data.values()}
@@ -265,7 +265,7 @@ class CheckpointFiles:
             return names
         except errors.TierStoreError:
             raise
-        except Exception as error:  # a damaged pickle, or one of a stranger, raises anything
+        except Exception as error:  # a damaged or foreign pickle may raise anything
             raise self._unreadable(METADATA, error) from error
 
     def _error(self, kind: Any, name: str, why: str, **found: str) -> Any:
@@ -273,29 +273,32 @@ class CheckpointFiles:
         return kind(f"{path} {why}", path=path, **found)
 
     def _unreadable(self, name: str, error: Exception) -> Any:
-        why = f"is not what torch writes for a checkpoint ({error!s:.200}): {ADVICE}"
+        why = f"is not a valid checkpoint file of torch ({error!s:.200}): {ADVICE}"
         return self._error(errors.CorruptDataError, name, why)
 
     def check_has_sums(self) -> None:
-        """Check that there are sums, as of every save of tierstore."""
+        """Raise CorruptDataError if there are no checksums; every save of tierstore has them."""
         if not self._sums:
             why = f"does not match its checksum: it was damaged or edited; {ADVICE}"
             raise self._error(errors.CorruptDataError, METADATA, why)
 
     def check(self, rank: int, ranks: int) -> None:
-        """Check the sizes, and the checksum of every `ranks`-th file from number `rank` on."""
+        """Check the size of every file, and the checksums of this rank's share of the files.
+
+        Raises TruncatedFileError or CorruptDataError.
+        """
         for name, (expected, _) in self._sums.items():
             nbytes = os.fstat(self._files[name].fileno()).st_size
             if nbytes < expected:
                 why = f"ends at byte {nbytes:,} of {expected:,}: {ADVICE}"
                 raise self._error(errors.TruncatedFileError, name, why)
             self._check_equal(name, f"{nbytes:,} bytes", f"{expected:,} bytes")
-        room = memoryview(bytearray(CHUNK))
+        buffer = memoryview(bytearray(CHUNK))
         for name in sorted(self._sums)[rank::ranks]:
             file, found = self._files[name], xxhash.xxh3_64()
             count = -(-self._sums[name].nbytes // CHUNK)
             for _ in bar(range(count), f"Checking {name}", "parts"):
-                found.update(room[: file.readinto(room)])  # type: ignore[attr-defined]
+                found.update(buffer[: file.readinto(buffer)])  # type: ignore[attr-defined]
             self._check_equal(name, found.hexdigest(), self._sums[name].xxh3)
 
     def _check_equal(self, name: str, found: str, expected: str) -> None:
@@ -310,5 +313,5 @@ class CheckpointFiles:
             return _loaded(file_view(self._files[place.relative_path], place.offset, place.length))
         except OSError:
             raise
-        except Exception as error:  # whatever torch raises for what it has not written
+        except Exception as error:  # torch may raise anything for a file that it did not write
             raise self._unreadable(place.relative_path, error) from error

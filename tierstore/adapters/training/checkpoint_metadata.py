@@ -1,4 +1,4 @@
-"""Reads `.metadata`, the pickle of a checkpoint, without importing or calling anything it names.
+"""Reads `.metadata`, the pickle of a checkpoint, without importing or calling what it names.
 
 Each class and function that the pickle names becomes a record of its name and arguments. The
 objects of `torch.distributed.checkpoint.metadata` are rebuilt from these records, field by field.
@@ -21,7 +21,7 @@ DATA = re.compile(r"__\d+_(\d+)\.distcp")  # the names of files with data
 
 
 class _Record:
-    """An object that a pickle would make: the name of what it calls, the arguments, the state."""
+    """An object that a pickle would create: the name of its callable, its arguments, its state."""
 
     name = ""
     arguments: tuple[Any, ...] = ()
@@ -34,23 +34,23 @@ class _Record:
         self.state = state
 
     def fields(self, kind: type) -> dict[str, Any]:
-        """Return the attributes of an object of this class."""
+        """Return the attributes of an instance of `kind`. Raises ValueError for another class."""
         name = f"{kind.__module__}.{kind.__qualname__}"
-        _check(self.name == name, f"{self.name:.80} is no {kind.__name__}")
+        _check(self.name == name, f"{self.name:.80} is not a {kind.__name__}")
         return dict(self.state)
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of records, whatever the name: nothing is imported."""
+        """Return a record class for any name, without importing it."""
         return type("_Named", (_Record,), {"name": f"{module}.{name}"})
 
 
 def parsed_metadata(raw: bytes) -> dcp.Metadata:
-    """Return the tensors and values of a checkpoint, and where each of them is stored.
+    """Return the tensors and values of a checkpoint, and the location of each.
 
-    Raises an Exception of any kind for a pickle that torch has not written, or that lacks a part of
-    a tensor.
+    Raises an Exception of any kind if the pickle was not written by torch or lacks a part of a
+    tensor.
     """
     fields = _Unpickler(io.BytesIO(raw)).load().fields(dcp.Metadata)
     stored = {_index(key): _place(value) for key, value in fields["storage_data"].items()}
@@ -59,9 +59,9 @@ def parsed_metadata(raw: bytes) -> dcp.Metadata:
     return dcp.Metadata(found, storage_data=stored)
 
 
-def _check(fulfilled: bool, why: str) -> None:
-    if not fulfilled:
-        raise ValueError(why)
+def _check(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
 
 
 def _sizes(node: Any) -> torch.Size:
@@ -79,14 +79,14 @@ def _index(node: _Record) -> dcp.MetadataIndex:
 def _place(node: _Record) -> Any:
     fields = node.fields(type(stored_at("", 0, 0)))
     name = fields["relative_path"]
-    _check(DATA.fullmatch(name) is not None, f"{name!r:.80} is no file of a checkpoint")
+    _check(DATA.fullmatch(name) is not None, f"{name!r:.80} is not a checkpoint file")
     _check(not fields.get("transform_descriptors"), f"{name} is compressed or encrypted")
     return stored_at(name, *_sizes((fields["offset"], fields["length"])))
 
 
 def _item(name: str, node: _Record, stored: dict[dcp.MetadataIndex, Any]) -> Any:
     if node.name.endswith(".BytesStorageMetadata"):
-        _check(dcp.MetadataIndex(name) in stored, f"{name!r:.80} is stored nowhere")
+        _check(dcp.MetadataIndex(name) in stored, f"{name!r:.80} is missing")
         return dcp.BytesStorageMetadata()
     fields = node.fields(dcp.TensorStorageMetadata)
     dtype = getattr(torch, fields["properties"].state[0].name.removeprefix("torch."))
@@ -99,9 +99,9 @@ def _item(name: str, node: _Record, stored: dict[dcp.MetadataIndex, Any]) -> Any
         _check(
             dcp.MetadataIndex(name, chunk.offsets) in stored
             and all(offset + length <= whole for offset, length, whole in rows),
-            f"a chunk of {name!r:.80} is stored nowhere, or lies outside of it",
+            f"a chunk of {name!r:.80} is missing, or lies outside the tensor",
         )
         if elements := math.prod(chunk.sizes):
             filled[chunk.offsets] = elements
-    _check(sum(filled.values()) == math.prod(size), f"{name!r:.80} is not all there")
+    _check(sum(filled.values()) == math.prod(size), f"{name!r:.80} is incomplete")
     return dcp.TensorStorageMetadata(dcp.TensorProperties(dtype), size, chunks)

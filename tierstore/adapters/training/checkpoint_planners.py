@@ -1,7 +1,7 @@
 """Planners of `torch.distributed.checkpoint` that move a store's tensors one group at a time.
 
-To plan takes names, shapes and addresses, and no data. Tensors are sorted by group, so each group
-is in RAM once: from its first tensor to its last.
+Planning uses names, shapes and addresses, but no data. Tensors are sorted by group, so each group
+is leased in RAM once, from its first tensor to its last.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class Places:
-    """Finds the group of a store that a tensor shows, by its address, and leases it in RAM."""
+class StorageIndex:
+    """Maps tensors to groups of a store by address, and leases one group at a time in RAM."""
 
     def __init__(self, buffers: Iterable[StateBuffer], frozen: Iterable[Weights] = ()) -> None:
         self._of: dict[int, tuple[StateBuffer, str]] = {}
@@ -49,7 +49,7 @@ class Places:
             self._frozen |= {address_of(t): (each, name) for name, t in tensors if t.numel()}
 
     def of(self, tensor: torch.Tensor) -> tuple[StateBuffer, str] | None:
-        """Return the group that a tensor shows, and its name there."""
+        """Return the group that a tensor is a view of, and its name in the group."""
         local = local_of(tensor)
         found = self._of.get(address_of(local)) if local.numel() else None
         if found is None:
@@ -59,18 +59,20 @@ class Places:
         return found if same and there.dtype is local.dtype else None
 
     def frozen(self, tensor: torch.Tensor) -> tuple[Weights, str] | None:
-        """Return the same for a group of frozen weights."""
+        """Return the frozen group that a tensor is a view of, and its name in the group."""
         local = local_of(tensor)
         return self._frozen.get(address_of(local)) if local.numel() else None
 
-    def order_of(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor's group, or -1 without one."""
+    def group_number(self, tensor: torch.Tensor) -> int:
+        """Return the number of a tensor's group, or -1 if it is in none."""
         found = self.of(tensor)
         return -1 if found is None else self._order[found[0]]
 
     def open(self, tensor: torch.Tensor, purpose: HostAccess) -> torch.Tensor:
-        """Return this rank's part of a tensor, in RAM if there is room. It is valid until a tensor
-        of another group is opened."""
+        """Return this rank's part of a tensor, in RAM if the budget allows it.
+
+        It is valid until a tensor of another group is opened.
+        """
         found = self.of(tensor)
         if found is None:
             return local_of(tensor)
@@ -82,19 +84,19 @@ class Places:
         return self._tensors[name]
 
     def close(self) -> None:
-        """Write the open group back. Raises the error of that."""
+        """Write the open group back, and raise its error, if any."""
         buffer, self._buffer, self._tensors = self._buffer, None, {}
         self._stack.close()
         if buffer is not None:
-            buffer.put_away()
+            buffer.flush()
 
 
 class GroupSavePlanner(DefaultSavePlanner):
     """Plans to save a state group by group. Raises TypeError for values that cannot be saved."""
 
-    def __init__(self, state: dict[str, Any], places: Places) -> None:
+    def __init__(self, state: dict[str, Any], index: StorageIndex) -> None:
         super().__init__()
-        self._places = places
+        self._index = index
         super().set_up_planner(state)
         encoded: dict[int, Encoded] = {}  # parameters of a group share their options
         for name, value in self.state_dict.items():
@@ -105,7 +107,7 @@ class GroupSavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
-        """Leave the values that are not tensors to the first rank."""
+        """Keep values that are not tensors on the first rank only."""
         self.is_coordinator = is_coordinator
         if not is_coordinator:
             items = self.state_dict.items()
@@ -119,13 +121,13 @@ class GroupSavePlanner(DefaultSavePlanner):
 
     def _order(self, item: WriteItem) -> int:
         value = self.state_dict[item.index.fqn]
-        return self._places.order_of(value) if isinstance(value, torch.Tensor) else -1
+        return self._index.group_number(value) if isinstance(value, torch.Tensor) else -1
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the data of an item, valid until the next call."""
         value = self.state_dict[write_item.index.fqn]
         if isinstance(value, torch.Tensor):
-            return self._places.open(value, HostAccess.READ).detach()
+            return self._index.open(value, HostAccess.READ).detach()
         assert isinstance(value, Encoded), "every other value was encoded"
         return value
 
@@ -133,21 +135,21 @@ class GroupSavePlanner(DefaultSavePlanner):
 class GroupLoadPlanner(DefaultLoadPlanner):
     """Fills the tensors of a state in place, group by group.
 
-    torch's own loop reads file by file, and would lease each group once for each rank that saved.
+    torch's own loop reads file by file, so it would lease each group once per saved rank.
     """
 
-    def __init__(self, places: Places) -> None:
+    def __init__(self, index: StorageIndex) -> None:
         super().__init__(flatten_state_dict=False)
-        self._places = places
+        self._index = index
         self._whole: set[StateBuffer] = set()
 
     def create_local_plan(self) -> LoadPlan:
         """Plan to read this rank's part."""
         plan = super().create_local_plan()
-        items = sorted(plan.items, key=lambda i: self._places.order_of(self._target(i)))
+        items = sorted(plan.items, key=lambda i: self._index.group_number(self._target(i)))
         filled: dict[StateBuffer, set[str]] = {}
-        for place in filter(None, (self._places.of(self._target(item)) for item in items)):
-            filled.setdefault(place[0], set()).add(place[1])
+        for found in filter(None, (self._index.of(self._target(item)) for item in items)):
+            filled.setdefault(found[0], set()).add(found[1])
         for buffer, names in filled.items():
             if names >= {name for name, tensor in buffer.tensors.items() if tensor.numel()}:
                 self._whole.add(buffer)
@@ -165,25 +167,25 @@ class GroupLoadPlanner(DefaultLoadPlanner):
             for item in bar(plan.items, "Loading", "tensors"):
                 self._read_item(item, files)
         finally:
-            self._places.close()
+            self._index.close()
 
     def _read_item(self, item: ReadItem, files: CheckpointFiles) -> None:
         chunk = _part(files.value(item.storage_index), item.storage_offsets, item.lengths)
         target = self._target(item)
-        frozen = self._places.frozen(target)
+        frozen = self._index.frozen(target)
         if frozen is not None:
             weights, name = frozen
-            now = _part(weights.buffer.tensors[name], item.dest_offsets, item.lengths)
-            if same_bits(now, chunk):
+            current = _part(weights.buffer.tensors[name], item.dest_offsets, item.lengths)
+            if same_bits(current, chunk):
                 return  # the group stays read-only
             weights.become_state()
-            home = weights.buffer.tensors[name]
+            local = weights.buffer.tensors[name]
         else:
-            place = self._places.of(target)
-            renewed = place is not None and place[0] in self._whole
+            found = self._index.of(target)
+            renewed = found is not None and found[0] in self._whole
             purpose = HostAccess.RENEW if renewed else HostAccess.UPDATE
-            home = self._places.open(target, purpose)
-        _part(home, item.dest_offsets, item.lengths).copy_(chunk)
+            local = self._index.open(target, purpose)
+        _part(local, item.dest_offsets, item.lengths).copy_(chunk)
 
 
 def _part(tensor: torch.Tensor, offsets: Iterable[int], lengths: Iterable[int]) -> torch.Tensor:

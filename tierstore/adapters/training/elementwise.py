@@ -1,8 +1,7 @@
-"""Whether an optimizer does the same to each number, whichever others are beside it.
+"""Tests whether an optimizer is element-wise, so that it can step shards.
 
-Of a sharded parameter each process has some rows, and steps these. An optimizer that looks at more
-than single numbers (at the mean of a row, at the norm of a matrix) would compute something else
-from a part, without any error.
+Each process steps its own rows of a sharded parameter. An optimizer that also depends on other
+elements (the mean of a row, the norm of a matrix) would silently compute a different result.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ ROWS, COLUMNS, STEPS = 6, 4, 2
 
 
 def is_elementwise(optimizer_class: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> bool:
-    """Whether a few steps of a small matrix are those of its parts. `kwargs` is what the class
-    takes besides parameters."""
+    """Return True if stepping a small matrix gives the same result as stepping its rows in parts.
+
+    `kwargs` are the arguments of `optimizer_class` besides the parameters.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def drawn() -> torch.Tensor:
@@ -38,7 +39,7 @@ def _changed(
     values: tuple[torch.Tensor, ...],
     gradients: list[tuple[torch.Tensor, ...]],
 ) -> torch.Tensor:
-    """By how much values are changed, one parameter after the other."""
+    """Return the change of the values by a few steps, with one parameter per part."""
     parameters = [nn.Parameter(value.clone()) for value in values]
     for parameter, own in zip(parameters, zip(*gradients, strict=True), strict=True):
         optimizer = optimizer_class([parameter], **kwargs)

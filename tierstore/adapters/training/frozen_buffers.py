@@ -1,9 +1,8 @@
-"""Where frozen parameters of a model in training are: in the files that they came from, and in RAM
-as far as there is room.
+"""Storage of frozen parameters: in the files that they came from, cached in RAM as space allows.
 
-Nothing of them changes, so they are groups like those of a model in inference: read by reference,
-never written back, in an order that the store learns. Whoever changes one after all makes it part
-of the training state.
+Frozen parameters never change, so they are groups like those of a model in inference: registered in
+place, never written back, and prefetched in the order that the store learns. A frozen parameter
+that is changed all the same becomes part of the training state.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from tierstore.adapters.training.sharded import memory_of
 from tierstore.adapters.training.state_buffers import (
     StateBudget,
     StateBuffer,
-    forget_group,
+    discard_group,
     packed_bytes,
 )
 from tierstore.adapters.view_lifetime import ViewLease
@@ -28,13 +27,13 @@ from tierstore.store import TierStore, engine_of
 from tierstore.system.maps import AddressSpace, WriteWatch
 
 FROZEN = "frozen"
-"""How the keys of such groups end."""
+"""Last part of the keys of frozen groups."""
 
 
 class FrozenBuffer:
-    """One group of frozen parameters. `tensors` shows it, at all times: private maps of its file.
+    """One group of frozen parameters. `tensors` are private mapped views of its file.
 
-    Raises what `TierStore.register` raises.
+    Raises the errors of `TierStore.register`.
     """
 
     host_resident = False
@@ -46,24 +45,24 @@ class FrozenBuffer:
         self.key = key
         self.nbytes = packed_bytes(tensors)
         self.tensors = engine_of(store).groups.register(key, tensors, space)
-        self._end = weakref.finalize(self, forget_group, weakref.ref(store), key)
+        self._end = weakref.finalize(self, discard_group, weakref.ref(store), key)
         self._end.atexit = False
 
     def read(self) -> ViewLease:
-        """The tensors on the device, to be read there."""
+        """Lease the tensors on the device, for reading."""
         return ViewLease(self.store.acquire(self.key))
 
     def ready(self) -> None:
-        """It can be seen from the beginning."""
+        """No-op: `tensors` can be used at once."""
 
-    def expected(self) -> None:
-        """It is wanted next. The store knows."""
+    def mark_expected(self) -> None:
+        """No-op: the store tracks its copies."""
 
-    def put_away(self) -> None:
-        """Nobody uses it for now. What is in RAM of it is what it shows, and may stay."""
+    def flush(self) -> None:
+        """No-op: the copy in RAM equals the file, so the store may keep it."""
 
     def discard(self) -> None:
-        """It is not needed any more."""
+        """Free the group."""
         self.tensors = {}
         self._end()
 
@@ -72,29 +71,31 @@ def _is_frozen(parameters: Mapping[str, torch.Tensor]) -> bool:
     return not any(parameter.requires_grad for parameter in parameters.values())
 
 
-def expect_buffer(budget: StateBudget, parameters: Mapping[str, torch.Tensor]) -> None:
-    """There will be a `buffer_of` these parameters."""
-    expect = budget.expect_frozen if _is_frozen(parameters) else budget.expect
-    expect(packed_bytes(_memory(parameters)))
+def account_for(budget: StateBudget, parameters: Mapping[str, torch.Tensor]) -> None:
+    """Account for a future `create_buffer` of these parameters in the state budget."""
+    count_group = budget.count_frozen_group if _is_frozen(parameters) else budget.count_group
+    count_group(packed_bytes(_memory(parameters)))
 
 
 def _memory(parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: memory_of(parameter) for name, parameter in parameters.items()}
 
 
-def buffer_of(
+def create_buffer(
     store: TierStore, key: str, parameters: Mapping[str, torch.Tensor], space: AddressSpace
 ) -> StateBuffer | FrozenBuffer:
-    """Where parameters are that are all frozen, or all trained: of sharded ones, the shards."""
+    """Return a buffer for parameters that are all frozen or all trained.
+
+    For sharded parameters, it stores the shards.
+    """
     tensors = _memory(parameters)
     if _is_frozen(parameters):
-        with contextlib.suppress(BudgetError):  # no file holds it, and there is no room to write it
+        with contextlib.suppress(BudgetError):  # in no file, and the budget does not allow writing
             return FrozenBuffer(store, f"{key}/{FROZEN}", tensors, space)
     return StateBuffer(store, key, tensors)
 
 
-def watch_of(buffers: list[FrozenBuffer]) -> WriteWatch:
-    """Notices what is written to what they show. Ranges are numbered as tensors follow each
-    other."""
-    shown = [tensor for buffer in buffers for tensor in buffer.tensors.values()]
-    return WriteWatch([(address_of(tensor), tensor_bytes(tensor)) for tensor in shown])
+def write_watch_of(buffers: list[FrozenBuffer]) -> WriteWatch:
+    """Return a watch for writes to the buffers' tensors. Ranges are numbered in tensor order."""
+    views = [tensor for buffer in buffers for tensor in buffer.tensors.values()]
+    return WriteWatch([(address_of(tensor), tensor_bytes(tensor)) for tensor in views])

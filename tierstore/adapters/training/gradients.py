@@ -1,13 +1,12 @@
-"""Gradients on their way out: from where autograd leaves them to the store, as soon as they are
-final.
+"""Streams gradients from autograd to the store as soon as they are final.
 
-While the backward pass runs, a parameter has no gradient that autograd knows of: each time it
-leaves one, that is stored, or added to what is stored, in the order in which autograd would have
-added it. Afterwards `parameter.grad` shows what is stored, as a CPU tensor; whatever somebody does
-with it there (clips it, zeroes it, sets it to None, gives another one) is found by the next pass.
+During the backward pass, `parameter.grad` is None between accumulations. Each gradient that
+autograd accumulates is stored, or added to the stored one in autograd's own order. Afterwards,
+`parameter.grad` is bound to the stored gradient, as a CPU tensor. Edits made there (clipping,
+zeroing, setting to None, assigning another tensor) take effect in the next pass.
 
-Of a sharded parameter, FSDP2 leaves the gradient, after all processes have reduced it. It tells of
-none before that: so all of theirs are hidden as a backward pass begins.
+For a sharded parameter, FSDP2 sets the gradient once all processes have reduced it, without a hook
+before that. So all gradients of sharded parameters are unbound when a backward pass begins.
 """
 
 from __future__ import annotations
@@ -33,22 +32,25 @@ from tierstore.adapters.training.sharded import (
 )
 from tierstore.adapters.training.state_buffers import StateBuffer
 from tierstore.model.tiers import HostAccess
-from tierstore.observe.passes import ModelPass, PassesOf
+from tierstore.observe.passes import ModelPass, ModelPasses
 from tierstore.store import TierStore
 from tierstore.torch_private import after_backward
 
 _numbers = itertools.count()
 
 OPEN = 2
-"""Groups of gradients, beside the newest, that are kept open: they are written as they close. A
-block's gradients come in another order than it has its parameters."""
+"""Number of groups kept open besides the newest; a group is written when it closes.
+
+More than one is open because a block's gradients do not arrive in the order of its parameters.
+"""
 
 
 @dataclass(slots=True)
 class _Copy:
-    """A gradient that is being copied from the device, kept until it is `copied`.
+    """A gradient that is being copied from the device, kept until the event `copied`.
 
-    `made_on` is the stream on which it was made; `gradient` is None once that waits for the copy.
+    `made_on` is the stream that computed it. `gradient` becomes None once that stream waits for
+    the copy, so its memory may be reused.
     """
 
     copied: torch.Event
@@ -57,52 +59,54 @@ class _Copy:
 
 
 class Gradients:
-    """The gradients of one group of parameters. `buffer` is None until there was one."""
+    """The gradients of one group of parameters. `buffer` is None before the first gradient."""
 
     def __init__(self, store: TierStore, key: str, parameters: dict[str, nn.Parameter]) -> None:
         self.parameters = parameters
         self._tierstore = store
         self._key = key
         self.buffer: StateBuffer | None = None
-        self._stored: set[str] = set()  # names of those that have a gradient
-        self._shown: dict[str, torch.Tensor] = {}  # what we gave them as their `grad`
+        self._stored: set[str] = set()  # names of parameters with a stored gradient
+        self._bound: dict[str, torch.Tensor] = {}  # the tensors assigned to `grad`
         self._open: dict[str, torch.Tensor] | None = None
         self._closing = ExitStack()
         self._copies: list[_Copy] = []
 
     @property
     def sharded(self) -> bool:
-        """Whether they are those of shards."""
+        """True if any parameter is sharded."""
         return any(map(is_distributed, self.parameters.values()))
 
-    def take_back(self, name: str, parameter: nn.Parameter) -> None:
-        """Before autograd leaves a gradient: see what became of the last one, and hide it."""
-        gone = {n for n in self._shown if self.parameters[n].grad is None}
-        self._stored -= gone  # somebody set these to None
-        for each in gone:
-            del self._shown[each]
-        shown = self._shown.pop(name, None)
+    def unbind(self, name: str, parameter: nn.Parameter) -> None:
+        """Set `parameter.grad` to None before autograd accumulates, after storing user edits."""
+        dropped = {n for n in self._bound if self.parameters[n].grad is None}
+        self._stored -= dropped  # the user set these to None
+        for each in dropped:
+            del self._bound[each]
+        bound = self._bound.pop(name, None)
         if parameter.grad is not None:
-            if parameter.grad is not shown:
+            if parameter.grad is not bound:
                 self._store(name, memory_of(parameter.grad), add=False)
             parameter.grad = None
 
-    def shown_as(self, name: str) -> torch.Tensor | None:
-        """What a parameter's `grad` is, if it is what is stored."""
-        return self._shown.get(name)
+    def bound_gradient(self, name: str) -> torch.Tensor | None:
+        """Return the tensor bound to a parameter's `grad`, or None if it is not bound."""
+        return self._bound.get(name)
 
-    def others(self) -> bool:
-        """Whether any gradient is not what is stored."""
+    def has_foreign(self) -> bool:
+        """Return True if any parameter has a gradient other than the stored one."""
         parameters = self.parameters.items()
-        return any(p.grad is not None and p.grad is not self.shown_as(n) for n, p in parameters)
+        return any(
+            p.grad is not None and p.grad is not self.bound_gradient(n) for n, p in parameters
+        )
 
-    def hide(self) -> None:
-        """Before any gradient is left: `take_back` all."""
+    def unbind_all(self) -> None:
+        """Unbind the gradients of all parameters, before autograd accumulates any."""
         for name, parameter in self.parameters.items():
-            self.take_back(name, parameter)
+            self.unbind(name, parameter)
 
     def add(self, name: str, parameter: nn.Parameter) -> None:
-        """Autograd has left a gradient: store it."""
+        """Store the gradient that autograd has just accumulated, and set `grad` to None."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         self._store(name, memory_of(gradient), add=name in self._stored)
@@ -110,10 +114,10 @@ class Gradients:
     def _store(self, name: str, gradient: torch.Tensor, *, add: bool) -> None:
         if gradient.layout is not torch.strided:
             raise RuntimeError(
-                f"the gradient of {name!r} is {gradient.layout}: only dense ones can be stored; "
-                "build the module with sparse=False"
+                f"the gradient of {name!r} is {gradient.layout}: only dense gradients can be "
+                "stored; build the module with sparse=False"
             )
-        target = self.opened()[name]
+        target = self.open_buffer()[name]
         if gradient.dtype is not target.dtype:
             raise RuntimeError(
                 f"the gradient of {name!r} is {gradient.dtype}, but it is stored as "
@@ -130,31 +134,31 @@ class Gradients:
         self._stored.add(name)
 
     def release_copied(self, *, wait: bool = True) -> None:
-        """Keep no gradients on the device that are copied; if others are to `wait`, none at all.
+        """Release the device memory of gradients that have been copied.
 
-        The streams that made them then go on once they are copied, and may get their memory next.
-        The caller does not wait.
+        With `wait`, release the others too: the streams that computed them wait for the copies
+        before they reuse the memory. The caller does not block.
         """
         for copy in self._copies:
             if copy.gradient is None:
                 continue
             if not copy.copied.query():
                 if not wait:
-                    return  # later ones are copied later
+                    return  # copies finish in order
                 copy.made_on.wait_event(copy.copied)
             copy.gradient = None
 
     def _wait_for_copies(self) -> None:
-        """Wait for what is on its way, before it is changed or read here."""
+        """Block until all copies are done, before the host reads or changes the gradients."""
         while self._copies:
             self._copies[-1].copied.synchronize()
             self._copies.pop()
 
-    def opened(self) -> dict[str, torch.Tensor]:
-        """The stored gradients, to be changed, until `close`."""
+    def open_buffer(self) -> dict[str, torch.Tensor]:
+        """Lease the stored gradients for writing until `close`, and return them by name."""
         if self._open is None:
             if self.buffer is None or not self._trained().keys() <= set(self.buffer.names):
-                self.buffer = self._made()
+                self.buffer = self._grown_buffer()
             purpose = HostAccess.UPDATE if self._stored else HostAccess.RENEW
             self._open = self.buffer.enter(self._closing, purpose)
         return self._open
@@ -162,11 +166,11 @@ class Gradients:
     def _trained(self) -> dict[str, nn.Parameter]:
         return {n: p for n, p in self.parameters.items() if p.requires_grad}
 
-    def _made(self) -> StateBuffer:
-        """A buffer for the gradients of all that want one now, with those that there are."""
+    def _grown_buffer(self) -> StateBuffer:
+        """Return a buffer for all parameters that now need a gradient, with the stored values."""
         before, trained = self.buffer, self._trained()
         if before is not None:
-            before.put_away()
+            before.flush()
             before.ready()
         stored = {n: before.tensors[n] for n in self._stored} if before is not None else {}
         values = {
@@ -177,41 +181,41 @@ class Gradients:
         made = StateBuffer(self._tierstore, key, values, with_values=bool(stored))
         if before is not None:
             made.ready()
-            for name in self._shown:
-                self._give(name, made)
+            for name in self._bound:
+                self._bind(name, made)
             before.discard()
         return made
 
     def close(self) -> None:
-        """Nobody adds to them for now."""
+        """End the write lease. Blocks until pending copies are done."""
         if self._open is not None:
             self._wait_for_copies()
             self._open = None
             self._closing.close()
 
-    def show(self) -> None:
-        """Let parameters have what is stored as their gradients."""
+    def bind(self) -> None:
+        """Bind each parameter's `grad` to its stored gradient."""
         self.close()
         if self.buffer is None:
             return
-        self.buffer.put_away()
+        self.buffer.flush()
         self.buffer.ready()
-        for name in self._stored - self._shown.keys():
-            self._give(name, self.buffer)
+        for name in self._stored - self._bound.keys():
+            self._bind(name, self.buffer)
 
-    def _give(self, name: str, buffer: StateBuffer) -> None:
+    def _bind(self, name: str, buffer: StateBuffer) -> None:
         parameter = self.parameters[name]
-        shown = distributed_like(parameter, buffer.tensors[name])
-        parameter.grad = self._shown[name] = shown
+        bound = distributed_like(parameter, buffer.tensors[name])
+        parameter.grad = self._bound[name] = bound
 
     def discard(self) -> None:
-        """They are not needed any more."""
+        """Free the buffer, and give each bound gradient memory of its own."""
         self.close()
-        for name in self._shown:
+        for name in self._bound:
             parameter = self.parameters[name]
             if parameter.grad is not None:
                 parameter.grad = own_copy(parameter.grad)
-        self._shown.clear()  # nobody looks at the buffer any more
+        self._bound.clear()
         self._stored.clear()
         if self.buffer is not None:
             self.buffer.discard()
@@ -225,17 +229,18 @@ def _empty_gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _dtype_of_gradient(parameter: nn.Parameter) -> torch.dtype:
-    """That of the parameter, if nobody says otherwise. (torch before 2.9 lets nobody do that.)"""
+    """Return the parameter's `grad_dtype` if set (torch 2.9 and later), else its dtype."""
     chosen: torch.dtype | None = getattr(parameter, "grad_dtype", None)
     return parameter.dtype if chosen is None else chosen
 
 
-def _afterwards(
+def _accumulate_hook(
     streamer: GradientStreamer, gradients: Gradients, name: str
 ) -> Callable[[Any], None]:
-    """Return what to call when autograd has left a gradient.
+    """Return the hook to run after autograd has accumulated a gradient.
 
-    torch keeps it where Python's collector does not look, so it must not keep anything.
+    It holds weak references only: torch keeps hooks where Python's garbage collector cannot see
+    them, so strong references would leak.
     """
     references = weakref.ref(streamer), weakref.ref(gradients)
 
@@ -248,13 +253,15 @@ def _afterwards(
 
 
 class GradientStreamer:
-    """What the gradients of one model go through in a backward pass.
+    """Moves the gradients of one model to the store during a backward pass.
 
-    `done` is called when that is over, and all of them are shown again. It is noted in `passes`,
-    from its first gradient on.
+    `done` is called when the pass is over, before the gradients are bound again. The pass is
+    recorded in `passes`, from its first gradient on.
     """
 
-    def __init__(self, groups: list[Gradients], done: Callable[[], None], passes: PassesOf) -> None:
+    def __init__(
+        self, groups: list[Gradients], done: Callable[[], None], passes: ModelPasses
+    ) -> None:
         self._groups = groups
         self._done = done
         self._passes = passes
@@ -267,18 +274,18 @@ class GradientStreamer:
         self.watch()
 
     def watch(self) -> None:
-        """See that every parameter that wants a gradient is looked after."""
+        """Register hooks on every parameter that requires a gradient and has none yet."""
         for gradients in self._groups:
             for name, parameter in gradients.parameters.items():
                 if parameter.requires_grad and id(parameter) not in self._watched:
                     self._watched.add(id(parameter))
                     before = functools.partial(self._before, gradients, name, parameter)
-                    after = _afterwards(self, gradients, name)
+                    after = _accumulate_hook(self, gradients, name)
                     self._handles.append(parameter.register_hook(before))
                     self._handles.append(parameter.register_post_accumulate_grad_hook(after))
 
     def begin(self) -> None:
-        """A backward pass is under way: be told of its end."""
+        """Note that a backward pass has begun, and schedule `finish` at its end."""
         with self._lock:
             if not self._under_way:
                 self._under_way = True
@@ -286,13 +293,13 @@ class GradientStreamer:
                 self._pass = self._passes.begin("backward")
                 for gradients in self._groups:
                     if gradients.sharded:
-                        self._hide(gradients)
+                        self._unbind_all(gradients)
 
     @torch.no_grad()
-    def _hide(self, gradients: Gradients) -> None:
-        if gradients.others():
+    def _unbind_all(self, gradients: Gradients) -> None:
+        if gradients.has_foreign():
             self._turn_to(gradients)
-        gradients.hide()
+        gradients.unbind_all()
 
     def _before(
         self, gradients: Gradients, name: str, parameter: nn.Parameter, gradient: torch.Tensor
@@ -300,15 +307,15 @@ class GradientStreamer:
         with self._lock:
             self.begin()
             self._turn_to(gradients)
-            gradients.take_back(name, parameter)
+            gradients.unbind(name, parameter)
 
     def add(self, gradients: Gradients, name: str, parameter: nn.Parameter) -> None:
-        """Autograd has left a gradient."""
+        """Store a gradient that autograd has accumulated."""
         with self._lock:
             if is_distributed(parameter):
-                there = gradients.shown_as(name) is parameter.grad
+                in_place = gradients.bound_gradient(name) is parameter.grad
                 self.begin()
-                if there:  # nobody told of this pass: FSDP2 has added to what was shown
+                if in_place:  # no hook announced this pass: FSDP2 has added to the bound gradient
                     return
                 self._turn_to(gradients)
             gradients.add(name, parameter)
@@ -323,25 +330,25 @@ class GradientStreamer:
         while len(self._open) > 1 + OPEN:
             self._open.popleft().close()
 
-    def make_room(self) -> None:
-        """Keep no gradients open."""
+    def free_memory(self) -> None:
+        """Close all groups of gradients, to free their memory."""
         with self._lock:
             while self._open:
                 self._open.popleft().close()
 
     def finish(self) -> None:
-        """The backward pass is over, or was given up."""
+        """End the backward pass, whether it completed or was aborted, and bind all gradients."""
         with self._lock:
             if not self._under_way:
                 return
             self._under_way = False
-            self.make_room()
+            self.free_memory()
             self._done()
             for gradients in self._groups:
-                gradients.show()
+                gradients.bind()
             self._passes.end(self._pass)
 
     def stop(self) -> None:
-        """Autograd may leave gradients where it likes."""
+        """Remove all hooks, so autograd accumulates as usual."""
         while self._handles:
             self._handles.pop().remove()

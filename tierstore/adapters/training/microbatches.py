@@ -1,4 +1,4 @@
-"""Batches cut into small ones."""
+"""Splits batches into microbatches and accumulates their gradients."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tierstore.torch_private import (
-    fills_all_gradients,
-    keeps_graph,
+    accumulates_all_gradients,
+    retains_graph,
     tree_flatten,
     tree_unflatten,
 )
@@ -20,10 +20,10 @@ Call = Callable[..., Any]
 
 @dataclass(eq=False)
 class Microbatches:
-    """Calls a model on parts of a batch, one after the other, and goes back in the same order.
+    """Runs a model on the parts of a batch in sequence, and their backward passes in that order.
 
-    So gradients are added up as a loop over the parts would: forward and backward for each. `begin`
-    is called when a backward pass comes to it.
+    So gradients accumulate as in a loop that runs forward and backward for each part. `begin` is
+    called when a backward pass reaches the outputs.
     """
 
     run: Call
@@ -35,29 +35,29 @@ class Microbatches:
         batch = next((x.size(0) for x in leaves if isinstance(x, torch.Tensor) and x.dim()), 0)
         if batch < self.count:
             raise ValueError(
-                f"a batch of {batch} cannot be cut into {self.count} microbatches: give a tensor "
+                f"a batch of {batch} cannot be split into {self.count} microbatches: pass tensors "
                 "whose first dimension is the batch, or lower num_microbatches"
             )
-        cut = [
+        is_split = [
             isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.size(0) == batch
             for leaf in leaves
         ]
         parts = [
             leaf.tensor_split(self.count) if whole else [leaf] * self.count
-            for leaf, whole in zip(leaves, cut, strict=True)
+            for leaf, whole in zip(leaves, is_split, strict=True)
         ]
         calls = [_Part(self.run, [part[i] for part in parts], structure) for i in range(self.count)]
         if not torch.is_grad_enabled():
             return joined([call.run(call.leaves) for call in calls])
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        way_back = torch.empty(0, requires_grad=True)
-        outputs = _InParts.apply(way_back, self, calls, leaves, cut, *tensors)
+        anchor = torch.empty(0, requires_grad=True)
+        outputs = _RunParts.apply(anchor, self, calls, leaves, is_split, *tensors)
         return tree_unflatten(list(outputs), calls[0].shape)
 
 
 @dataclass(eq=False)
 class _Part:
-    """The call for one part of the batch."""
+    """The call of the model for one part of the batch."""
 
     model: Call
     leaves: list[Any]
@@ -70,14 +70,15 @@ class _Part:
         args, kwargs = tree_unflatten(leaves, self.structure)
         return self.model(*args, **kwargs)
 
-    def go_back(self, gradients: Sequence[Any], before: list[int], *, again: bool) -> None:
-        """Go back through this part; `again` if there may be another time.
+    def backward(self, gradients: Sequence[Any], before: list[int], *, again: bool) -> None:
+        """Run the backward pass of this part; `again` keeps its graph for another one.
 
-        `before` tells how many rows of each gradient are those of earlier parts, and is counted on.
+        `before` is the number of rows of each gradient that belong to earlier parts; this part's
+        rows are added to it.
         """
         for leaf in self.leaves:
             if isinstance(leaf, torch.Tensor):
-                leaf.grad = None  # what an earlier time left
+                leaf.grad = None  # from an earlier backward pass
         pairs = []
         for i, (tensor, gradient) in enumerate(zip(self.found, gradients, strict=True)):
             if not isinstance(tensor, torch.Tensor):
@@ -94,7 +95,7 @@ class _Part:
 
 
 def joined(results: list[Any]) -> Any:
-    """The results of parts of a batch as that of the whole batch."""
+    """Concatenate the results of all parts into the result of the whole batch."""
     flat = [tree_flatten(result) for result in results]
     columns = zip(*(leaves for leaves, _ in flat), strict=True)
     return tree_unflatten([_joined(column) for column in columns], flat[0][1])
@@ -106,27 +107,29 @@ def _joined(column: tuple[Any, ...]) -> Any:
         return first
     if not first.dim():
         raise TypeError(
-            "with num_microbatches, every tensor that a model returns must have the batch as its "
-            "first dimension; this one returns a single number: compute the loss outside of it"
+            "with num_microbatches, every tensor that the model returns must have the batch as its "
+            "first dimension, but this model returns a scalar: compute the loss outside the model"
         )
     return torch.cat(column)
 
 
-class _InParts(torch.autograd.Function):
-    """Runs the parts, each with a graph of its own."""
+class _RunParts(torch.autograd.Function):
+    """Runs the parts, each with its own autograd graph."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        way_back: torch.Tensor,
+        anchor: torch.Tensor,
         whole: Microbatches,
         calls: list[_Part],
         leaves: list[Any],
-        cut: list[bool],
+        is_split: list[bool],
         *tensors: torch.Tensor,
     ) -> Any:
         ctx.whole, ctx.calls = whole, calls
-        ctx.cut = [c for c, leaf in zip(cut, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+        ctx.is_split = [
+            c for c, leaf in zip(is_split, leaves, strict=True) if isinstance(leaf, torch.Tensor)
+        ]
         wanted = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
         ctx.set_materialize_grads(False)
         for call in calls:
@@ -148,31 +151,31 @@ class _InParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        if not fills_all_gradients():
+        if not accumulates_all_gradients():
             raise RuntimeError(
                 "microbatches cannot be differentiated by torch.autograd.grad() or with inputs=: "
                 "use loss.backward(), or num_microbatches=1"
             )
         if not all(call.found for call in ctx.calls):
             raise RuntimeError(
-                "this backward goes through the graph of microbatches a second time: give "
-                "retain_graph=True to the backward before it"
+                "backward through the graph of microbatches a second time: pass retain_graph=True "
+                "to the first backward"
             )
         ctx.whole.begin()
-        again = keeps_graph()
+        again = retains_graph()
         before = [0] * len(gradients)
         for call in ctx.calls:
-            call.go_back(gradients, before, again=again)
+            call.backward(gradients, before, again=again)
         rows = [[x.grad for x in c.leaves if isinstance(x, torch.Tensor)] for c in ctx.calls]
         found = [
-            _input_gradient(list(column), cut)
-            for column, cut in zip(zip(*rows, strict=True), ctx.cut, strict=True)
+            _input_gradient(list(column), is_split)
+            for column, is_split in zip(zip(*rows, strict=True), ctx.is_split, strict=True)
         ]
         return (None, None, None, None, None, *found)
 
 
-def _input_gradient(parts: list[torch.Tensor | None], cut: bool) -> torch.Tensor | None:
+def _input_gradient(parts: list[torch.Tensor | None], is_split: bool) -> torch.Tensor | None:
     found = [part for part in parts if part is not None]
     if len(found) < len(parts):
         return None
-    return torch.cat(found) if cut else sum(found[1:], found[0])
+    return torch.cat(found) if is_split else sum(found[1:], found[0])

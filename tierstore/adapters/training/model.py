@@ -1,4 +1,4 @@
-"""A model in training whose parameters and gradients are in a store."""
+"""A module wrapper that trains with its parameters and gradients in a store."""
 
 from __future__ import annotations
 
@@ -24,13 +24,17 @@ from tierstore.adapters.contents import (
     named_parameters_of,
     parameters_of,
 )
-from tierstore.adapters.forward import CopiedAs, ForwardRunner, calls_of, same
+from tierstore.adapters.forward import CopiedAs, ForwardRunner, entry_methods, same
 from tierstore.adapters.nested import to_device
-from tierstore.adapters.owners import claim, give_up
-from tierstore.adapters.training.frozen_buffers import buffer_of, expect_buffer
+from tierstore.adapters.owners import claim, release_claims
+from tierstore.adapters.training.checks import (
+    ADVICE,
+    check_not_spread_later,
+    check_training_arguments,
+)
+from tierstore.adapters.training.frozen_buffers import account_for, create_buffer
 from tierstore.adapters.training.gradients import GradientStreamer
 from tierstore.adapters.training.microbatches import Microbatches
-from tierstore.adapters.training.refusals import ADVICE, refuse_arguments, refuse_spread_later
 from tierstore.adapters.training.regions import chain, recomputed, regions_in
 from tierstore.adapters.training.sharded import (
     PassHooks,
@@ -39,7 +43,7 @@ from tierstore.adapters.training.sharded import (
     sharded_modules,
     shards_of,
 )
-from tierstore.adapters.training.slices import Slice, cut_into_slices
+from tierstore.adapters.training.slices import Slice, partition_into_slices
 from tierstore.adapters.training.state_buffers import state_budget_of
 from tierstore.adapters.training.weights import Weights, WeightStreamer
 from tierstore.adapters.unit_context import PassContext, UnitContext
@@ -47,7 +51,7 @@ from tierstore.model import shares
 from tierstore.model.formatting import size
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
-from tierstore.observe.passes import PassesOf
+from tierstore.observe.passes import ModelPasses
 from tierstore.progress import bar
 from tierstore.store import TierStore, engine_of
 from tierstore.system.allocator import FreedMemory
@@ -63,35 +67,41 @@ _models: weakref.WeakValueDictionary[int, OffloadModel] = weakref.WeakValueDicti
 class OffloadModel(nn.Module):
     """Trains any module with its parameters and gradients in a store.
 
-    It stands for `module`: it is called like it, has its parameters and buffers under their own
-    names, and its modes. Forward brings in slice after slice, backward in reverse; gradients leave
-    for the store as they become final. While they are away, parameters and gradients are ordinary
-    CPU tensors that read as what they are, and may be changed. Losses, gradients and weights are
-    those of ordinary training, to the last bit.
+    Use it in place of `module`: same call signature, same parameter and buffer names, same
+    training and evaluation modes. Forward streams the model through the device slice by slice,
+    backward streams it in reverse order, and each gradient moves to the store as soon as it is
+    final. Between uses, parameters and gradients are ordinary CPU tensors with their true values,
+    which you may read and edit. Losses, gradients and weights are bit-identical to ordinary
+    training.
 
-    To go through a model slice by slice is the idea of FairScale's `OffloadModel`, after Pudipeddi
-    et al., "Training Large Neural Networks with Constant Memory using a New Execution Algorithm"
-    (2020).
+    The slice-by-slice scheme is that of FairScale's `OffloadModel`, after Pudipeddi et al.,
+    "Training Large Neural Networks with Constant Memory using a New Execution Algorithm" (2020).
 
-    In several processes, apply `fully_shard` (FSDP2) to the module before: then each process has
-    its shards in its own store. All of them make their OffloadModel at the same time, since that
-    gathers each module once. It cannot be combined with DistributedDataParallel or FSDP1.
+    To train in several processes, first apply `fully_shard` (FSDP2) to the module; each process
+    then keeps its shards in its own store. Construct OffloadModel on all processes at the same
+    time, because the constructor gathers each sharded module once. DistributedDataParallel and
+    FSDP1 are not supported.
 
     Args:
-        module: what to train; on the CPU, or where `fully_shard` has put its shards; with values
-            (nothing on meta). Changed in place: `disable` makes it an ordinary module again.
-        store: where parameters and gradients are; the optimizer's state too, if it is told so.
-        device: where to compute: the store's device, which is what None means.
-        num_slices: how many slices; None: a fitting number. An accelerator has two at a time.
-        checkpoint_activation: keep only what each block is given (of an `nn.Sequential`: each
-            slice), in the store, and compute the rest again in the backward pass.
-        num_microbatches: cut each batch (the first dimension of tensors) into so many parts;
-            gradients add up.
+        module: the module to train, on the CPU or where `fully_shard` placed its shards. All
+            parameters must have values (none on meta). It is modified in place; `disable` restores
+            it.
+        store: the store for parameters and gradients. Pass the same store to OffloadOptimizer to
+            keep the optimizer state there too.
+        device: the compute device. It must be the store's device (default: the store's device).
+        num_slices: number of slices (default: chosen from the budgets). An accelerator holds two
+            slices at a time.
+        checkpoint_activation: save only the input of each block (in an `nn.Sequential`: of each
+            slice) in the store, and recompute the rest in the backward pass.
+        num_microbatches: number of parts to split each batch into, along the first dimension of
+            its tensors. Gradients accumulate over the parts.
 
     Raises:
-        ValueError: an argument cannot be; or the module is offloaded already, or spread otherwise.
-        BudgetError: at its first use on an accelerator: a parameter is larger than a budget.
-        TransferError: of the disk (DiskFullError: no room for what does not stay in RAM).
+        ValueError: an argument is invalid, or the module is already offloaded or wrapped in
+            DistributedDataParallel or FSDP1.
+        BudgetError: at the first use on an accelerator, if a parameter is larger than a budget.
+        TransferError: the disk cannot be read or written (DiskFullError: the state that does not
+            stay in RAM does not fit).
     """
 
     module: nn.Module
@@ -107,7 +117,7 @@ class OffloadModel(nn.Module):
         num_microbatches: int = 1,
     ) -> None:
         super().__init__()
-        refuse_arguments(module, store, device, num_slices, num_microbatches)
+        check_training_arguments(module, store, device, num_slices, num_microbatches)
         self.__dict__["module"] = module  # not a child: names are those of the module itself
         self._share()
         self.store = store
@@ -115,18 +125,18 @@ class OffloadModel(nn.Module):
         self._running = 0
         self._hooks: PassHooks | None = None
         self._key = f"training/{next(_numbers)}"
-        self._passes = PassesOf(engine_of(store).passes, f"{self._key}/{type(module).__name__}")
+        self._passes = ModelPasses(engine_of(store).passes, f"{self._key}/{type(module).__name__}")
         self._sharded = sharded_modules(module)
         shards = shards_of(module)
         self.slices = _slices(module, store, num_slices)
-        self._groups = self._take_parameters(shards)
+        self._groups = self._store_parameters(shards)
         self._group_of = {id(p): w for w in self._groups for p in w.parameters.values()}
         self._streamer = WeightStreamer(store, self._groups, len(self.slices))
-        self._streamer.serve(shards)
+        self._streamer.connect_shards(shards)
         self._gradient_streamer = GradientStreamer(
-            [weights.gradients for weights in self._groups], self._streamer.put_away, self._passes
+            [weights.gradients for weights in self._groups], self._streamer.flush, self._passes
         )
-        self._streamer.make_room = self.make_room
+        self._streamer.free_memory = self.release_idle_leases
         self._wrap()
         if checkpoint_activation:
             self._recompute()
@@ -147,10 +157,10 @@ class OffloadModel(nn.Module):
             weight_bytes(parameters_of(module)),
         )
 
-    # Standing for the module -------------------------------------------------------------------
+    # Module interface --------------------------------------------------------------------------
 
     def _share(self) -> None:
-        """Have the module's own dicts: whatever it is asked for by name, it is the module's."""
+        """Share the module's dicts, so parameters, buffers and children are the module's own."""
         for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[name] = self.module.__dict__[name]
 
@@ -159,14 +169,14 @@ class OffloadModel(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             if name.startswith("__"):
-                raise  # what a class says of its own objects, such as how they are copied
+                raise  # a protocol hook of the class, such as `__deepcopy__`
             return getattr(self.__dict__["module"], name)
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """What DistributedDataParallel asks a module for, before it does anything to it."""
+        """Attribute that DistributedDataParallel reads first. Raises RuntimeError to reject it."""
         raise RuntimeError(
-            f"a model in training on a store cannot be in DistributedDataParallel, {ADVICE}"
+            f"an OffloadModel cannot be wrapped in DistributedDataParallel, {ADVICE}"
         )
 
     def train(self, mode: bool = True) -> OffloadModel:
@@ -183,13 +193,13 @@ class OffloadModel(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of the module, under its own names: CPU tensors, views of what is stored.
+        """Return the module's state dict: CPU tensors, views of the stored values.
 
         Args:
             *args: as for `nn.Module.state_dict`.
             **kwargs: as for `nn.Module.state_dict`.
         """
-        self.put_away()
+        self.flush()
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -197,36 +207,36 @@ class OffloadModel(nn.Module):
 
         Args:
             state_dict: tensors by the module's own names.
-            strict: whether missing and unknown names are an error.
-            assign: makes no difference: values are copied.
+            strict: True if missing and unexpected names are errors.
+            assign: ignored; values are always copied.
 
         Returns:
-            What `nn.Module.load_state_dict` returns: missing and unexpected names.
+            The result of `nn.Module.load_state_dict`: missing and unexpected names.
 
         Raises:
-            RuntimeError: names or shapes do not fit.
+            RuntimeError: names or shapes do not match the module.
         """
-        self.put_away()
+        self.flush()
         for part in self._sharded:
             part.reshard()
         names = {id(p): name for name, p in named_parameters_of(self.module)}
         loaded = dict(state_dict)
-        same = [w for w in self._groups if w.frozen and w.keeps(names, loaded)]
-        # An overridden one may know no arguments but the values.
+        same = [w for w in self._groups if w.frozen and w.matches(names, loaded)]
+        # An override may accept no argument but the state dict.
         result = self.module.load_state_dict(loaded, **({} if strict else {"strict": False}))
         for weights in same:
             weights.accept()
-        self.put_away()  # FSDP2 may have given some parameters other memory
+        self.flush()  # FSDP2 may have assigned new memory to some parameters
         return result
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Forget all gradients, also what a backward pass that failed has left in the store.
+        """Drop all gradients, including those that a failed backward pass left in the store.
 
         Args:
             *args: as for `nn.Module.zero_grad`.
             **kwargs: as for `nn.Module.zero_grad`.
         """
-        self.put_away()
+        self.flush()
         self.module.zero_grad(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
@@ -235,47 +245,47 @@ class OffloadModel(nn.Module):
         if changed.device == probe.device and changed.dtype is probe.dtype:
             return self
         if changed.device == self.store.device and changed.dtype is probe.dtype:
-            return self  # that is where it computes
+            return self  # it already computes there
         raise RuntimeError(
-            "a model in training on a store can neither be moved nor converted: do that before "
+            "an OffloadModel can be neither moved nor converted: move or convert the module before "
             "OffloadModel(module, store), or after model.disable()"
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # No `__deepcopy__`: a wrapper that hands on what it is asked for would be copied by that.
-        self.put_away()
+        # Not `__deepcopy__`: a wrapper that forwards attribute access would pick it up.
+        self.flush()
         copied = functools.partial(copy.deepcopy, self.module)
         return same, (CopiedAs(copied, copied),)
 
     def extra_repr(self) -> str:
-        """How many slices there are, and what of the model is in the store."""
+        """Return the numbers of slices and groups, and the bytes of parameters in the store."""
         nbytes = sum(weights.buffer.nbytes for weights in self._groups)
         return f"slices={len(self.slices)}, groups={len(self._groups)}, in_store={size(nbytes)!r}"
 
-    # Setting up --------------------------------------------------------------------------------
+    # Setup -------------------------------------------------------------------------------------
 
-    def _take_parameters(self, shards: dict[int, Shard]) -> list[Weights]:
-        """Put the parameters into the store, and let them show what they are there."""
+    def _store_parameters(self, shards: dict[int, Shard]) -> list[Weights]:
+        """Store the parameters and point them at the stored bytes."""
         groups: list[Weights] = []
         waiting: list[Weights] = []
         freed = FreedMemory()
         plans = [(slice_, plan) for slice_ in self.slices for plan in slice_.groups]
         budget = state_budget_of(self.store)
         for _, plan in plans:
-            expect_buffer(budget, plan.tensors)
+            account_for(budget, plan.tensors)
         space = AddressSpace()
-        for number, (slice_, plan) in enumerate(bar(plans, "Taking parameters", "groups")):
+        for number, (slice_, plan) in enumerate(bar(plans, "Storing parameters", "groups")):
             key = f"{self._key}/{number}"
-            buffer = buffer_of(self.store, key, plan.tensors, space)
+            buffer = create_buffer(self.store, key, plan.tensors, space)
             parameters: dict[str, Any] = dict(plan.tensors)
             weights = Weights(key, buffer, parameters, slice_.number)
             groups.append(weights)
             waiting.append(weights)
             if len(waiting) > 2:
-                freed.add(waiting.pop(0).move_in(shards))
+                freed.add(waiting.pop(0).bind_to_store(shards))
         for weights in waiting:
-            freed.add(weights.move_in(shards))
-        freed.give_back()
+            freed.add(weights.bind_to_store(shards))
+        freed.release()
         rest = {n: b for n, b in named_buffers_of(self.module) if b.device.type != "meta"}
         rest |= {
             name: parameter
@@ -283,7 +293,7 @@ class OffloadModel(nn.Module):
             if not is_movable(parameter) and not is_distributed(parameter)
         }
         attached = self._attachment
-        attached.resident.take(self._key, rest, budget.target, attached.groups)
+        attached.resident.place(self._key, rest, budget.target, attached.groups)
         return groups
 
     def _wrap(self) -> None:
@@ -295,107 +305,114 @@ class OffloadModel(nn.Module):
                 if leased:
                     weights = self._streamer.unit_weights(leased)
                     forward = ForwardRunner(functools.partial(UnitContext, weights))
-                    self._attachment.patch(unit.module, calls_of(unit.module)[0], forward)
+                    self._attachment.patch(unit.module, entry_methods(unit.module)[0], forward)
         if self._sharded:
             self._hooks = PassHooks(self.module, self._pass, self._gradient_streamer.begin)
             return
         whole = ForwardRunner(self._pass)
-        self._attachment.patch(self.module, calls_of(self.module)[0], whole)
+        self._attachment.patch(self.module, entry_methods(self.module)[0], whole)
 
     def _recompute(self) -> None:
-        aside = offload_activations(self.store, min_size=PAGE)
+        offload = offload_activations(self.store, min_size=PAGE)
         if type(self.module).forward is nn.Sequential.forward:
-            forward = chain(self.module, self.slices, aside)
+            forward = chain(self.module, self.slices, offload)
             self._attachment.patch(self.module, "forward", forward)
             return
         for module in dict.fromkeys(map(self._unit_module_of, regions_in(self.module))):
-            self._attachment.patch(module, calls_of(module)[0], recomputed(module, aside))
+            self._attachment.patch(module, entry_methods(module)[0], recomputed(module, offload))
 
     def _unit_module_of(self, module: nn.Module) -> nn.Module:
-        """The module of the unit that has this one's weights: they must come again with it, too."""
+        """Return the module of the unit that leases this module's weights, or the module itself.
+
+        Recomputation must run the whole unit, so that its weights are leased again.
+        """
         weights = {id(parameter) for parameter in parameters_of(module)}
         for unit in (unit for slice_ in self.slices for unit in slice_.units):
-            brought = {id(tensor) for tensor in unit.tensors.values()}
-            if not brought.isdisjoint(weights) and any(
-                m is module for m in modules_of(unit.module)
-            ):
+            leased = {id(tensor) for tensor in unit.tensors.values()}
+            if not leased.isdisjoint(weights) and any(m is module for m in modules_of(unit.module)):
                 return unit.module
         return module
 
     # Running -----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns, on the device, for inputs from anywhere.
+        """Run the module on the store's device. Inputs may be on any device.
 
         Args:
-            *args: the inputs of the module; tensors are brought to the store's device.
-            **kwargs: the same, by name.
+            *args: positional inputs of the module; tensors are moved to the store's device.
+            **kwargs: keyword inputs, moved likewise.
 
         Raises:
-            RuntimeError: `fully_shard` or another library has taken the module since.
+            RuntimeError: `fully_shard` or another parallel wrapper was applied to the module
+                after OffloadModel.
             ClosedError: the store is closed.
-            BudgetError: on an accelerator: what is needed at once is larger than a budget.
+            BudgetError: on an accelerator, the tensors needed at once exceed a budget.
             TransferError: weights cannot be read or written.
         """
-        refuse_spread_later(self, self._sharded)
-        self._attachment.patch_again()
+        check_not_spread_later(self, self._sharded)
+        self._attachment.reinstall_patches()
         args = to_device(args, self.store.device)
         kwargs = to_device(kwargs, self.store.device)
         return self._run(*args, **kwargs)
 
-    def make_room(self) -> None:
-        """Give back what is in RAM for later, or for no reason but that it may be wanted again."""
-        self._gradient_streamer.make_room()
+    def release_idle_leases(self) -> None:
+        """Release memory in RAM that is held only for possible reuse."""
+        self._gradient_streamer.free_memory()
         self._streamer.release_all()
 
     def _pass(self) -> PassContext:
-        """Return the context of one call of the module."""
+        """Return the forward context of one call of the module."""
         current, begun, ended = self._streamer.current, self._begin_pass, self._end_pass
-        return PassContext(current, self._passes, begun, ended=ended)
+        return PassContext(current, self._passes, begun, on_end=ended)
 
     def _begin_pass(self) -> bool:
-        """A call of the module begins, on this thread. Tells whether it is a pass of its own: not
-        if it is computed again in a backward pass, or if another one goes on."""
+        """Note that a call of the module begins on this thread. Return True if it starts a pass.
+
+        Recomputation in a backward pass and a call within another call do not.
+        """
         self._running += 1
         if self._running > 1 or in_backward():
             return False
-        self.put_away()
+        self.flush()
         self._streamer.watch_frozen()
         self._gradient_streamer.watch()
         return True
 
     def _end_pass(self, error: BaseException | None) -> None:
-        """It ends."""
+        """Note that a call ends. Without grad, no backward pass follows, so flush at once."""
         self._running -= 1
         if self._running == 0 and not torch.is_grad_enabled():
-            self.put_away()
+            self.flush()
 
-    def put_away(self) -> None:
-        """See that every parameter is what it shows. Between the passes, all are."""
+    def flush(self) -> None:
+        """Write edits back and move everything off the device. No-op inside a backward pass.
+
+        Between passes, every parameter and gradient reads its true value.
+        """
         if not in_backward():
-            self._gradient_streamer.finish()  # of a backward pass that was given up
-            self._streamer.put_away()
+            self._gradient_streamer.finish()  # after a backward pass that was aborted
+            self._streamer.flush()
 
     @property
     def groups(self) -> list[Weights]:
-        """The groups that its parameters are in."""
+        """The groups that hold the parameters."""
         return self._groups
 
     def weights_of(self, parameter: nn.Parameter) -> Weights | None:
-        """The group that a parameter is in."""
+        """Return the group that holds a parameter, or None."""
         return self._group_of.get(id(parameter))
 
     def disable(self) -> nn.Module:
-        """The module that was given, an ordinary one again, on the CPU. It takes its memory."""
-        give_up(modules_of(self.module))
+        """Restore the original module on the CPU, with memory of its own, and return it."""
+        release_claims(modules_of(self.module))
         self._attachment.detach()
         self._gradient_streamer.stop()
-        self.put_away()
-        self._attachment.resident.give_back()
-        engine_of(self.store).groups.discard_soon(self._attachment.groups)
+        self.flush()
+        self._attachment.resident.release()
+        engine_of(self.store).groups.discard_from_finalizer(self._attachment.groups)
         self._attachment.groups.clear()
-        for weights in bar(self._groups, "Giving parameters back", "groups"):
-            weights.move_out()
+        for weights in bar(self._groups, "Restoring parameters", "groups"):
+            weights.unbind_from_store()
             for parameter in weights.parameters.values():
                 _models.pop(id(parameter), None)
             weights.detached = True
@@ -404,13 +421,16 @@ class OffloadModel(nn.Module):
         self._groups.clear()
         if self._hooks is not None:
             self._hooks.remove()
-            self.module.load_state_dict({}, strict=False)  # FSDP2 looks at local tensors anew
+            self.module.load_state_dict({}, strict=False)  # makes FSDP2 re-read local tensors
         self.__dict__["_run"] = self.module
         return self.module
 
 
-def _asked_of_the_module(name: str) -> Callable[..., Any]:
-    """A method that is the module's: it may be overridden, to give only what is trained, say."""
+def _delegated(name: str) -> Callable[..., Any]:
+    """Return a method that calls the module's own, which may be overridden.
+
+    An override of `parameters` may, for example, yield only the trained ones.
+    """
 
     @functools.wraps(getattr(nn.Module, name))
     def method(self: OffloadModel, *args: Any, **kwargs: Any) -> Any:
@@ -420,17 +440,19 @@ def _asked_of_the_module(name: str) -> Callable[..., Any]:
 
 
 for _name in ("parameters", "named_parameters", "buffers", "named_buffers"):
-    setattr(OffloadModel, _name, _asked_of_the_module(_name))
+    setattr(OffloadModel, _name, _delegated(_name))
 
 
 def _with_signature_of(kind: type[nn.Module]) -> type[OffloadModel]:
-    """A class of its own, whose `forward` tells of the arguments of another: trainers choose by
-    their names what to pass, and which of it are labels."""
+    """Return a subclass of OffloadModel whose `forward` has the signature of `kind.forward`.
+
+    Trainers choose inputs and labels by its parameter names.
+    """
 
     def forward(self: OffloadModel, *args: Any, **kwargs: Any) -> Any:
         return OffloadModel.forward(self, *args, **kwargs)
 
-    with contextlib.suppress(TypeError, ValueError):  # of a forward that tells nothing of itself
+    with contextlib.suppress(TypeError, ValueError):  # a forward without a signature
         vars(forward)["__signature__"] = inspect.signature(kind.forward)
     own = {"forward": forward, "__doc__": OffloadModel.__doc__, "__module__": __name__}
     return type(OffloadModel.__name__, (OffloadModel,), own)
@@ -441,9 +463,11 @@ def _slices(module: nn.Module, store: TierStore, count: int | None) -> list[Slic
     memory = [b for tier, b in budgets.items() if tier != Tier.DISK.name and b is not None]
     fastest = budgets.get(Tier.DEVICE.name) or budgets[Tier.HOST.name] or (1 << 40)
     group = min([state_budget_of(store).target, *(b // shares.SLICE for b in memory)])
-    return cut_into_slices(module, count, max(fastest // shares.SLICE, group), max(group, PAGE))
+    return partition_into_slices(
+        module, count, max(fastest // shares.SLICE, group), max(group, PAGE)
+    )
 
 
 def model_of(parameter: nn.Parameter) -> OffloadModel | None:
-    """The model in training that a parameter is part of."""
+    """Return the OffloadModel that a parameter belongs to, or None."""
     return _models.get(id(parameter))

@@ -1,11 +1,12 @@
-"""Parts of a model that are computed again in the backward pass.
+"""Activation checkpointing: regions of a model that the backward pass recomputes.
 
-Of a *region* only what it was given is kept, in the store: see `tierstore.checkpoint_activations`,
+For each *region*, only the inputs are saved, in the store: see `tierstore.checkpoint_activations`,
 which is `torch.utils.checkpoint` in its non-reentrant form. That keeps autograd's own graph, and so
-the order in which gradients are added up; what is computed again goes as soon as the graph has used
-it.
-The first run is an ordinary call. Later runs work on copies of the buffers as they were before it,
-and of what the region changes in place: what they compute is the same, and they change nothing.
+the order in which gradients accumulate. Recomputed tensors are freed as soon as the graph has used
+them.
+The first run is an ordinary call. Later runs work on copies of the module buffers as they were
+before it, and of inputs that the region changes in place. So they compute the same values, without
+side effects.
 """
 
 from __future__ import annotations
@@ -25,22 +26,24 @@ from tierstore.adapters.checkpointing import checkpointed
 from tierstore.adapters.codecs import is_movable
 from tierstore.adapters.contents import children_of, modules_of, parameters_of
 from tierstore.adapters.forward import MethodPatch
-from tierstore.adapters.saved import other_hooks_are_on
+from tierstore.adapters.saved import other_hooks_active
 from tierstore.adapters.training.slices import Slice
 from tierstore.torch_private import tree_map
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 SMALL = 64 << 10
-"""Bytes of a buffer whose copy is kept without asking whether the buffer has changed: on an
-accelerator, the answer has to be waited for."""
+"""Bytes. Copies of smaller buffers are kept without comparing them to the buffer.
+
+On an accelerator, the comparison would have to wait for the device.
+"""
 
 Run = Callable[[MethodPatch, Any, Any], Any]
-"""What a `MethodPatch` runs."""
+"""The replacement function of a `MethodPatch`."""
 
 
 class Region:
-    """Modules that are computed again together. `offload` keeps what they were given."""
+    """Modules that are recomputed together. `offload` saves their inputs."""
 
     def __init__(self, modules: list[nn.Module], offload: ActivationOffload) -> None:
         self._modules = modules
@@ -50,20 +53,20 @@ class Region:
         )
 
     def __call__(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What `run`, which computes the modules, returns."""
+        """Run the modules by calling `run`, and checkpoint the call for backward."""
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
-        given = args, kwargs
-        kept = tree_map(_copied, given) if self._inplace else given
-        again = _Runs(self._modules, run, self._inplace)
-        # If somebody else's hooks are on, they see to what is given.
-        with contextlib.nullcontext() if other_hooks_are_on() else self._offload:
-            return checkpointed(again, given, kept)
+        inputs = args, kwargs
+        saved = tree_map(_copied, inputs) if self._inplace else inputs
+        call = _RegionCall(self._modules, run, self._inplace)
+        # Other saved-tensor hooks that are active save the inputs themselves.
+        with contextlib.nullcontext() if other_hooks_active() else self._offload:
+            return checkpointed(call, inputs, saved)
 
 
 @dataclass(eq=False)
-class _Runs:
-    """One call of a region: computed once, and later again."""
+class _RegionCall:
+    """One call of a region, which may be run again for its backward pass."""
 
     modules: list[nn.Module]
     run: Callable[..., Any]
@@ -72,13 +75,13 @@ class _Runs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.buffers is not None:
-            if self.inplace:  # what is kept may be wanted once more
+            if self.inplace:  # the saved inputs may be needed for another run
                 args, kwargs = tree_map(_copied, (args, kwargs))
-            with self.buffers.put_back():
+            with self.buffers.restored():
                 return self.run(*args, **kwargs)
         self.buffers = Buffers(self.modules)
         result = self.run(*args, **kwargs)
-        self.buffers.keep_changed()
+        self.buffers.drop_unchanged()
         return result
 
 
@@ -87,7 +90,7 @@ def _copied(leaf: Any) -> Any:
 
 
 class Buffers:
-    """The buffers of modules (statistics, the vectors of a spectral norm), as they are now."""
+    """A snapshot of module buffers, such as running statistics and spectral-norm vectors."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._before = [
@@ -97,16 +100,16 @@ class Buffers:
             for name, buffer in module._buffers.items()
         ]
 
-    def keep_changed(self) -> None:
-        """The first run is over: large buffers that it did not change need no copy."""
+    def drop_unchanged(self) -> None:
+        """Drop the copies of large buffers that the first run did not change."""
         self._before = [
             (buffers, name, buffer, buffer if _same(buffer, before) else before)
             for buffers, name, buffer, before in self._before
         ]
 
     @contextlib.contextmanager
-    def put_back(self) -> Iterator[None]:
-        """The modules have copies of what they had then, for as long as this lasts."""
+    def restored(self) -> Iterator[None]:
+        """Give the modules copies of the buffers in the snapshot, for the duration of the block."""
         now = [(buffers, name, buffers.get(name)) for buffers, name, _, _ in self._before]
         for buffers, name, _, before in self._before:
             buffers[name] = None if before is None else before.clone()
@@ -118,34 +121,36 @@ class Buffers:
 
 
 def _same(buffer: torch.Tensor | None, before: torch.Tensor | None) -> bool:
-    # Values are compared: what is written through `.data` has no version.
+    # Compare values: writes through `.data` do not change the tensor's version.
     if buffer is None or before is None or not is_movable(before) or before.nbytes < SMALL:
         return False
     return torch.equal(buffer, before)
 
 
-# What is computed again ---------------------------------------------------------------------------
+# Choice of regions --------------------------------------------------------------------------------
 
 
 def recomputed(module: nn.Module, offload: ActivationOffload) -> Run:
-    """The forward of a module that is computed again in the backward pass."""
+    """Return a forward that makes a module a region."""
     region = Region([module], offload)
     return lambda forward, args, kwargs: region(forward.original, args, kwargs)
 
 
 def chain(module: nn.Module, slices: list[Slice], offload: ActivationOffload) -> Run:
-    """The forward of an `nn.Sequential` whose slices are computed again, each by itself.
+    """Return a forward that makes each slice of an `nn.Sequential` a region.
 
-    It is that of the children that the module has when it is called. Under another forward, which
-    its class was given since, nothing is computed again.
+    It uses the children that the module has at the time of the call. If the class was given another
+    forward meanwhile, that forward runs without checkpointing.
     """
     chained: list[nn.Module] = []
     regions: list[tuple[Region, Callable[..., Any]]] = []
 
     def divide(children: list[nn.Module]) -> None:
-        ends = _ends(children, slices)
+        ends = _slice_ends(children, slices)
         parts = [children[a:b] for a, b in itertools.pairwise([0, *ends]) if children[a:b]]
-        regions[:] = [(Region(part, offload), functools.partial(_through, part)) for part in parts]
+        regions[:] = [
+            (Region(part, offload), functools.partial(_run_sequence, part)) for part in parts
+        ]
         chained[:] = children
 
     def through_all(input: Any) -> Any:
@@ -154,7 +159,7 @@ def chain(module: nn.Module, slices: list[Slice], offload: ActivationOffload) ->
         return input
 
     def run(forward: MethodPatch, args: Any, kwargs: Any) -> Any:
-        if getattr(forward.ordinary, "__func__", None) is not nn.Sequential.forward:
+        if getattr(forward.unpatched, "__func__", None) is not nn.Sequential.forward:
             return forward.original(*args, **kwargs)
         children = [child for child in module._modules.values() if child is not None]
         if children != chained:
@@ -164,22 +169,24 @@ def chain(module: nn.Module, slices: list[Slice], offload: ActivationOffload) ->
     return run
 
 
-def _through(modules: list[nn.Module], given: Any) -> Any:
+def _run_sequence(modules: list[nn.Module], given: Any) -> Any:
     for module in modules:
         given = module(given)
     return given
 
 
-def _ends(children: list[nn.Module], slices: list[Slice]) -> list[int]:
-    """Behind which children of an `nn.Sequential` its slices end."""
+def _slice_ends(children: list[nn.Module], slices: list[Slice]) -> list[int]:
+    """Return the index after the last child of each slice of an `nn.Sequential`."""
     index = {id(part): i for i, child in enumerate(children) for part in modules_of(child)}
     last = [max((index.get(id(u.module), 0) for u in s.units), default=0) + 1 for s in slices]
     return sorted({*last[:-1], len(children)})
 
 
 def regions_in(module: nn.Module) -> list[nn.Module]:
-    """What is computed again, each by itself: the blocks of a model, which are in lists; of a model
-    without any, its children, or else all of it."""
+    """Return the modules to make regions: the blocks of a model, which are in module lists.
+
+    Without module lists, these are the children that have children, or else the whole model.
+    """
     found = list(_blocks(module))
     if not found:
         found = [child for child in children_of(module) if children_of(child)]

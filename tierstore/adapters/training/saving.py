@@ -1,13 +1,12 @@
-"""Saves a training as a checkpoint of `torch.distributed.checkpoint`, or exports its weights.
+"""Saves a training run as a checkpoint of `torch.distributed.checkpoint`, or exports its weights.
 
     model.<name>                            parameters, buffers, extra state of modules
     optimizer.state.<parameter>.<state>
     optimizer.param_groups.<parameter>.<option>
-    tierstore                               ours: what torch has no name for
+    tierstore                               values for which torch has no name
 
 Names are those of torch's `get_model_state_dict` and `get_optimizer_state_dict`, flattened. torch's
-functions for optimizers take a step to make states where there are none. Here, states that do not
-exist are not saved.
+function for optimizers takes a step to create missing states; here, missing states are not saved.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from torch.distributed.tensor import DTensor
 
 from tierstore.adapters.codecs.memory import address_of, tensor_bytes
 from tierstore.adapters.contents import named_parameters_of, parameters_of
-from tierstore.adapters.training.checkpoint_files import CheckpointWriter, Encoded, draft_of
-from tierstore.adapters.training.checkpoint_planners import GroupSavePlanner, Places
+from tierstore.adapters.training.checkpoint_files import CheckpointWriter, Encoded, draft_directory
+from tierstore.adapters.training.checkpoint_planners import GroupSavePlanner, StorageIndex
 from tierstore.adapters.training.model import OffloadModel, model_of
 from tierstore.adapters.training.optimizer import OffloadOptimizer
 from tierstore.adapters.training.state_buffers import StateBuffer
@@ -43,11 +42,13 @@ from tierstore.torch_private import all_ranks, qualified_name, save_checkpoint
 logger = logging.getLogger("tierstore.adapters")
 
 MODEL, OURS = "model", "tierstore"
-OPTIMIZER = ("optimizer", "optim")  # our name, and the one of torch's tutorial
+OPTIMIZER = ("optimizer", "optim")  # our name, and the one in torch's tutorial
 STATE, GROUPS = "state", "param_groups"
 FILE_BYTES = 256 << 20
-"""Bytes of tensors in one file, unless one tensor is larger. torch makes up a file in memory, which
-takes about twice as much."""
+"""Largest file of an export, in bytes of tensors, unless one tensor is larger.
+
+torch builds each file in memory, which takes about twice as many bytes.
+"""
 
 
 def save_training(
@@ -57,27 +58,28 @@ def save_training(
     *,
     extra: Any = None,
 ) -> None:
-    """Save a model and its optimizer in the directory `path`, in place of the last save there.
+    """Save a model and its optimizer in the directory `path`, replacing the previous save there.
 
         save_training("run", model, optimizer, extra={"step": 3, "rng": torch.get_rng_state()})
 
-    When it returns, the save survives a power cut. A process that is killed before leaves the last
-    save as it was. Gradients are not saved: save between steps. Tied parameters are saved under
-    each of their names. With `torch.distributed`, every rank calls this with a path to the same
-    directory, and writes its part; `extra` is the first rank's.
+    The save is atomic and durable: once the function returns, it survives a power cut; if the
+    process is killed earlier, the previous save is intact. Gradients are not saved, so save between
+    steps. Tied parameters are saved under each of their names. With `torch.distributed`, every rank
+    must call this function with a path to the same directory. Each rank writes its part; `extra`
+    is taken from the first rank.
 
     Args:
-        path: a directory, made if missing. Files of its own in it stay.
+        path: a directory, created if missing. Unrelated files in it are kept.
         model: an `OffloadModel`, or any other module.
-        optimizer: an `OffloadOptimizer`, or one of torch, over parameters of the model.
-        extra: what else is needed to go on: tensors, text, numbers, lists, tuples, dicts.
+        optimizer: an `OffloadOptimizer` or a torch optimizer over parameters of the model.
+        extra: anything else needed to resume: tensors, text, numbers, lists, tuples, dicts.
 
     Raises:
         ValueError: the optimizer has parameters of another model.
-        TypeError: `extra` or a state has a value that cannot be loaded again.
-        StoreLockedError: another save to `path` is under way.
+        TypeError: `extra` or a state contains a value that cannot be loaded again.
+        StoreLockedError: another save to `path` is in progress.
         DiskFullError: the disk is full.
-        TransferError: another error of the disk. After any error, the last save is still there.
+        TransferError: another disk error. After any error, the previous save is intact.
     """
     state: dict[str, Any] = {MODEL: model_state(model)}
     ours: dict[str, Any] = {"extra": extra, "model": extra_states(state[MODEL])}
@@ -86,22 +88,22 @@ def save_training(
         state[OPTIMIZER[0]] = optimizer_state(model, optimizer)
         ours["optimizer"] = kind_of(optimizer)
     state[OURS] = Encoded(ours, OURS)
-    places = places_of(model, optimizer)
-    planner = GroupSavePlanner(state, places)
+    index = storage_index_of(model, optimizer)
+    planner = GroupSavePlanner(state, index)
     where, ranks, began = os.path.realpath(path), all_ranks(), time.monotonic()
-    with transfer_errors("saving to", path=where), own_errors(), ExitStack() as draft:
-        to = ranks.broadcast("draft", lambda: draft.enter_context(draft_of(where)))
+    with transfer_errors("saving to", path=where), first_rank_error(), ExitStack() as draft:
+        to = ranks.broadcast("draft", lambda: draft.enter_context(draft_directory(where)))
         try:
             save_checkpoint(state, CheckpointWriter(*to), planner)
         finally:
-            places.close()
+            index.close()
         ranks.broadcast("publish", draft.close)
-    logger.info("saved a training in %s in %.1f s", path, time.monotonic() - began)
+    logger.info("saved a training run in %s in %.1f s", path, time.monotonic() - began)
 
 
 @contextlib.contextmanager
-def own_errors() -> Iterator[None]:
-    """Raise the error of the first rank that failed in place of torch's summary."""
+def first_rank_error() -> Iterator[None]:
+    """Raise the error of the first failed rank instead of torch's summary of all errors."""
     try:
         yield
     except CheckpointException as failed:
@@ -110,14 +112,14 @@ def own_errors() -> Iterator[None]:
 
 
 def extra_states(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the extra states of modules. torch takes dicts apart and makes their keys text."""
+    """Return the extra states of modules, whole. torch flattens dicts and turns keys into text."""
     return {name: each for name, each in state.items() if not isinstance(each, torch.Tensor)}
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
     """Return parameters, buffers and extra state by their names in a checkpoint."""
     for each in _models_in(model):
-        each.put_away()
+        each.flush()
     return dict(get_model_state_dict(model))
 
 
@@ -174,17 +176,17 @@ def sharded_like(parameter: torch.Tensor, value: Any) -> Any:
     return DTensor.from_local(value, parameter.device_mesh, parameter.placements, **form)
 
 
-def places_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Places:
-    """Return where in a store the tensors of a training are."""
+def storage_index_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> StorageIndex:
+    """Return an index of the stored tensors of a model and its optimizer."""
     groups = [weights for each in _models_in(model) for weights in each.groups]
     buffers = [w.buffer for w in groups if isinstance(w.buffer, StateBuffer)]
     if isinstance(optimizer, OffloadOptimizer):
         buffers += optimizer.state_buffers()
-    return Places(buffers, [weights for weights in groups if weights.frozen])
+    return StorageIndex(buffers, [weights for weights in groups if weights.frozen])
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> dict[str, str | None]:
-    """Return what two optimizers must have in common for the state of one to fit the other."""
+    """Return the properties that two optimizers must share to exchange states."""
     kind, master = type(optimizer), None
     if isinstance(optimizer, OffloadOptimizer):
         kind, master = optimizer.optimizer_class, optimizer.master_dtype
@@ -192,39 +194,40 @@ def kind_of(optimizer: torch.optim.Optimizer) -> dict[str, str | None]:
 
 
 def export_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
-    """Write the parameters and buffers of a model in safetensors files with an index.
+    """Write the parameters and buffers of a model to safetensors files with an index.
 
         export_safetensors("exported", model)
 
-    `from_pretrained` and `TierStore.register_checkpoint` read them. A tied parameter is written
-    once, under its first name, as `save_pretrained` does. To go on with the training, use
-    `save_training`: an export has no optimizer and no checksums, and replaces no other at once.
+    `from_pretrained` and `TierStore.register_checkpoint` can read the files. A tied parameter is
+    written once, under its first name, as `save_pretrained` does. To resume training, use
+    `save_training` instead: an export has no optimizer state and no checksums, and is not atomic.
 
     Args:
-        path: a directory without safetensors files, made if missing.
+        path: a directory without safetensors files, created if missing.
         model: an `OffloadModel`, or any other module.
 
     Raises:
-        ValueError: the directory has safetensors files already.
-        RuntimeError: there are several ranks: load in one process what they saved, and export it.
+        ValueError: the directory already contains safetensors files.
+        RuntimeError: there are several ranks. Use `save_training`, then `load_training` and
+            `export_safetensors` in one process.
         DiskFullError: the disk is full.
-        TransferError: another error of the disk.
+        TransferError: another disk error.
     """
     if all_ranks().get_world_size() > 1:
         raise RuntimeError(
-            "no rank has the whole model: save it with save_training, load that in one process "
+            "no rank has the whole model: save it with save_training, load it in one process "
             "with load_training, and export it there"
         )
     where = os.fspath(path)
     if os.path.isdir(where) and any(n.endswith(".safetensors") for n in os.listdir(where)):
         raise ValueError(
-            f"{where} has safetensors files already: choose a directory of its own, so that none "
-            "of them is taken for a part of this model"
+            f"{where} already contains safetensors files, which readers would take for parts of "
+            "this model: choose another directory"
         )
     tensors: dict[str, torch.Tensor] = {}
     seen: dict[tuple[int, torch.Size], str] = {}
     for name, value in model_state(model).items():
-        if isinstance(value, torch.Tensor):  # of those that show the same memory, the first
+        if isinstance(value, torch.Tensor):  # write tied tensors once, under the first name
             form = address_of(value), value.shape
             if not value.numel() or seen.setdefault(form, name) == name:
                 tensors[name] = value.detach()
@@ -232,7 +235,7 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
     nbytes = sum(map(tensor_bytes, tensors.values()))
     with (
         transfer_errors("exporting to", path=where),
-        own_errors(),
+        first_rank_error(),
         byte_bar(f"Exporting to {where}", nbytes) as advance,
     ):
         make_directories(os.path.abspath(where), READABLE)
@@ -240,7 +243,7 @@ def export_safetensors(path: str | os.PathLike[str], model: nn.Module) -> None:
         planner.advance = advance
         save_checkpoint(dict(tensors), writer, planner)
         for name in os.listdir(where):
-            if ".safetensors" in name:  # torch's modes follow the umask alone
+            if ".safetensors" in name:  # torch sets file modes by the umask alone
                 deny_others_writing(os.path.join(where, name))
     logger.info("exported %d tensors, %d bytes, to %s", len(tensors), nbytes, where)
 
@@ -258,8 +261,10 @@ class _CountingPlanner(DefaultSavePlanner):
 
 
 def files_of(tensors: dict[str, torch.Tensor], file_bytes: int) -> dict[str, int]:
-    """Return the number of each tensor's file, from 1 on. A file has up to `file_bytes` of tensors,
-    or one larger tensor."""
+    """Return the file number of each tensor, from 1 on.
+
+    Each file has up to `file_bytes` bytes of tensors, or one larger tensor.
+    """
     numbers: dict[str, int] = {}
     number, filled = 1, 0
     for name, tensor in tensors.items():

@@ -1,19 +1,19 @@
-"""Parameters that FSDP2 (`fully_shard`) spreads over processes: here is the shard of one of them.
+"""Support for parameters sharded by FSDP2 (`fully_shard`): the shards of this process.
 
-FSDP2 moves what it needs, and asks for it where it needs it. Two of its ways in are used here, both
-made for others' tensors and none private:
+FSDP2 gathers parameters and reduces gradients itself. This module uses two of its public extension
+points for foreign tensors:
 
-- **All-gather.** A local tensor that has `fsdp_pre_all_gather` is asked for what the other
-  processes are to be sent, just before they are sent it (torchao's quantised weights use that). So
-  a shard may be anywhere else until then, and nothing of it has to come for a module's forward.
-- **Reduce-scatter.** Hooks that are registered with `register_post_accumulate_grad_hook` on a
-  sharded parameter are called as soon as its gradient is there (optimizers that step in the
-  backward pass use that).
+- **All-gather.** FSDP2 calls `fsdp_pre_all_gather` of a local tensor for the bytes to send, just
+  before it sends them (torchao's quantised weights use this). Until then the shard may be anywhere,
+  and a module's forward needs no lease on it.
+- **Reduce-scatter.** FSDP2 runs hooks registered with `register_post_accumulate_grad_hook` on a
+  sharded parameter as soon as its gradient is reduced (optimizers that step in the backward pass
+  use this).
 
-What belongs to a group of the store are the local tensors of such parameters. Users, FSDP2 and
-checkpoints see DTensors under the parameters' own names, as without a store.
+A group of the store holds the local tensors of such parameters. Users, FSDP2 and checkpoints see
+DTensors under the parameters' own names, as without a store.
 
-torch.distributed is not imported here: who has a DTensor has done that.
+torch.distributed is not imported here: if there is a DTensor, it has been imported already.
 """
 
 from __future__ import annotations
@@ -31,27 +31,26 @@ from tierstore.adapters.contents import modules_of, named_parameters_of, paramet
 from tierstore.adapters.forward import ForwardContext
 from tierstore.torch_private import in_backward, tree_flatten
 
-ASK, RECEIVE = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-"""What FSDP2 looks for on the local tensor of a parameter."""
+PRE_ALL_GATHER, POST_ALL_GATHER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+"""Names of the methods that FSDP2 looks up on the local tensor of a parameter."""
 
 Read = Callable[[], torch.Tensor]
-"""Where the bytes of a shard are now."""
+"""Returns the current tensor of a shard."""
 
 
 def _class_of(module: str, name: str) -> type | None:
-    """A class of torch.distributed; None if nobody has imported it, and so has any."""
+    """Return a class of torch.distributed; None if its module is not imported."""
     return getattr(sys.modules.get(module), name, None)
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a part of one that several processes have together: a DTensor."""
+    """Return True if a tensor is a DTensor."""
     kind = _class_of("torch.distributed.tensor", "DTensor")
     return kind is not None and isinstance(tensor, kind)
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process has of a tensor: of a DTensor its local tensor, the very object; of any
-    other the tensor itself."""
+    """Return the local tensor of a DTensor (the object itself), or any other tensor unchanged."""
     if not is_distributed(tensor):
         return tensor
     (local,) = WrapperCodec().flatten(tensor).values()
@@ -59,15 +58,17 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def distributed_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A tensor over the memory of `local` that is spread like a parameter (its gradient, say). Of
-    a parameter that is not, or of anything of another shape, `local` itself."""
+    """Return `local` as a DTensor that is sharded like `parameter` and shares `local`'s memory.
+
+    Returns `local` itself if the parameter is not sharded or its shard has another shape.
+    """
     if not is_distributed(parameter) or local.shape != memory_of(parameter).shape:
         return local
     whole: Any = parameter
     given = local
     if local.device.type != parameter.device.type:
-        # It is spread over accelerators, as far as torch is concerned: it would go there. While it
-        # is in RAM, that is true of nothing but what it says of itself.
+        # from_local would move `local` to the mesh's accelerator. So build the DTensor around a
+        # placeholder there, and replace its local tensor by the one in RAM.
         given = torch.empty(1, dtype=local.dtype, device=parameter.device).expand(local.shape)
     made: torch.Tensor = type(whole).from_local(
         given,
@@ -83,7 +84,7 @@ def distributed_like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tens
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with memory of its own: of one that is spread over accelerators, there."""
+    """Return a copy of a tensor; the copy of a DTensor has its local tensor on the same device."""
     if not is_distributed(tensor):
         return tensor.clone()
     whole: Any = tensor
@@ -99,8 +100,11 @@ def own_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def norm_of(parameter: torch.Tensor, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm of what this process has of a gradient, where it can be put together with others':
-    of a sharded parameter a DTensor on the device, of another one a tensor on the CPU."""
+    """Return the norm of this process's part of a gradient.
+
+    For a sharded parameter, it is a DTensor on the device, which can be reduced over processes; for
+    any other, a tensor on the CPU.
+    """
     norm: Any = torch.linalg.vector_norm(distributed_like(parameter, gradient), norm_type)
     if not is_distributed(norm):
         return norm.cpu()  # type: ignore[no-any-return]
@@ -111,74 +115,80 @@ def norm_of(parameter: torch.Tensor, gradient: torch.Tensor, norm_type: float) -
 
 
 def local_part(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What this process has of a value for a parameter, spread like that. All processes call it in
-    the same order if values may be spread otherwise.
+    """Return this process's part of a value for a parameter, in the parameter's sharding.
 
-    Raises ValueError for a whole value of a parameter of which this process has a shard.
+    A DTensor with another sharding is redistributed, so all processes must call this function in
+    the same order. Raises ValueError if the parameter is sharded and `value` is a full tensor.
     """
     if not is_distributed(parameter):
         return value
     if not is_distributed(value):
         if value.dim() and value.shape != memory_of(parameter).shape:
             raise ValueError(
-                f"a tensor of {list(value.shape)} was given for a parameter of which this process "
-                f"has {list(memory_of(parameter).shape)}: give a DTensor, as "
+                f"got a tensor of shape {list(value.shape)} for a parameter whose shard in this "
+                f"process has shape {list(memory_of(parameter).shape)}: pass a DTensor, as "
                 "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict does"
             )
         return value
-    spread: Any = value
+    sharded: Any = value
     whole: Any = parameter
-    if (spread.device_mesh, spread.placements) != (whole.device_mesh, whole.placements):
-        value = spread.redistribute(whole.device_mesh, whole.placements)
+    if (sharded.device_mesh, sharded.placements) != (whole.device_mesh, whole.placements):
+        value = sharded.redistribute(whole.device_mesh, whole.placements)
     return memory_of(value)
 
 
 def has_value(parameter: nn.Parameter, value: torch.Tensor) -> bool:
-    """Whether a parameter has this value, as far as this process can tell."""
+    """Return True if this process's part of a parameter has the given value."""
     if is_distributed(parameter) != is_distributed(value):
         return False
     return torch.equal(memory_of(parameter), local_part(parameter, value))
 
 
 def sharded_modules(root: nn.Module) -> list[Any]:
-    """The modules in it that `fully_shard` was applied to."""
+    """Return the modules below `root` to which `fully_shard` was applied."""
     kind = _class_of("torch.distributed.fsdp", "FSDPModule")
     return [] if kind is None else [m for m in modules_of(root) if isinstance(m, kind)]
 
 
 class Shard:
-    """The shard of one parameter, as FSDP2 asks for it: what `read` returns, or without that what
-    the parameter itself shows."""
+    """Supplies FSDP2's all-gather with the shard of one parameter.
+
+    The shard is the result of `read`; without `read`, it is the parameter's local tensor.
+    """
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
         self.read: Read | None = None
-        self.was_asked = False
+        self.was_gathered = False
 
-    def answer(self) -> None:
-        """Have FSDP2 ask here for what the parameter's local tensor shows. FSDP2 gives parameters
-        other local tensors when values are loaded: then it is to be called again."""
+    def install(self) -> None:
+        """Install the all-gather methods on the parameter's local tensor.
+
+        Call this again after values are loaded, because FSDP2 then replaces the local tensor.
+        """
         local: Any = memory_of(self.parameter)
-        setattr(local, ASK, self._sent)
-        setattr(local, RECEIVE, _received)
+        setattr(local, PRE_ALL_GATHER, self._pre_all_gather)
+        setattr(local, POST_ALL_GATHER, _post_all_gather)
 
     @property
-    def answers(self) -> bool:
-        """Whether the local tensor is the one that FSDP2 was told of."""
-        return ASK in vars(memory_of(self.parameter))
+    def installed(self) -> bool:
+        """True if the current local tensor has the all-gather methods."""
+        return PRE_ALL_GATHER in vars(memory_of(self.parameter))
 
-    def ignore(self) -> None:
-        """Have FSDP2 use the local tensor itself, from the next time it looks at the module."""
-        for name in (ASK, RECEIVE):
+    def uninstall(self) -> None:
+        """Remove the methods. FSDP2 uses the local tensor itself once it re-reads the module."""
+        for name in (PRE_ALL_GATHER, POST_ALL_GATHER):
             vars(memory_of(self.parameter)).pop(name, None)
 
     @torch.no_grad()
-    def _sent(
+    def _pre_all_gather(
         self, mesh: Any, size: torch.Size, stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, ...], None]:
-        """What this process sends, in the dtype in which it is sent. The size and the stride are
-        those of the whole parameter; the shards are padded to be of one size."""
-        self.was_asked = True
+        """Return the tensor to send, in the all-gather dtype.
+
+        `size` and `stride` are those of the whole parameter. Shards are padded to equal sizes.
+        """
+        self.was_gathered = True
         shard = memory_of(self.parameter) if self.read is None else self.read()
         if mp_policy.param_dtype is not None and shard.is_floating_point():
             shard = shard.to(mp_policy.param_dtype)
@@ -190,39 +200,39 @@ class Shard:
         return (shard,), None
 
 
-def _received(
+def _post_all_gather(
     gathered: tuple[torch.Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Any = None
 ) -> Any:
-    """What all processes have sent is the parameter, in the memory that FSDP2 keeps for it."""
+    """Return the gathered parameter, or None if FSDP2 already keeps it in `out`."""
     return None if out is not None else (gathered[0], ())
 
 
 def shards_of(module: nn.Module) -> dict[int, Shard]:
-    """The shards of a module's parameters, by the ids of these. They answer FSDP2 from now on.
+    """Install a `Shard` for each sharded parameter of a module. Return them by parameter id.
 
-    FSDP2 looks at local tensors once, when it gathers for the first time; so everything is gathered
-    here, one sharded module after the other. All processes must call it.
+    FSDP2 looks up the methods of a local tensor once, at its first all-gather. So this function
+    gathers all sharded modules, one after the other, and all processes must call it.
 
-    Raises ValueError for a DTensor that FSDP2 does not gather, for a module that has run before, or
-    that has a CPUOffloadPolicy; and for shards of unequal sizes where FSDP2 gives these other local
-    tensors before it looks (torch 2.8 does).
+    Raises ValueError for a DTensor that FSDP2 does not gather, for a module that has run before or
+    has a CPUOffloadPolicy, and for shards of unequal sizes if this torch version replaces their
+    local tensors before the lookup (as torch 2.8 does).
     """
     parts = sharded_modules(module)
     for part in parts:
         part.reshard()
     shards = {id(p): Shard(p) for p in parameters_of(module) if is_distributed(p)}
     for shard in shards.values():
-        shard.answer()
+        shard.install()
     try:
         for part in parts:
             _gather_once(part)
         names = {id(p): name for name, p in named_parameters_of(module)}
         for number, shard in shards.items():
-            if not shard.was_asked:
-                raise ValueError(f"{names[number]} {_why_not(shard)}")
+            if not shard.was_gathered:
+                raise ValueError(f"{names[number]} {_explain_ungathered(shard)}")
     except ValueError:
         for shard in shards.values():
-            shard.ignore()
+            shard.uninstall()
         raise
     return shards
 
@@ -231,19 +241,18 @@ def _gather_once(part: Any) -> None:
     try:
         part.unshard()
     except AttributeError as error:
-        # What the extension needs is not there: FSDP2 has looked before there was one, or looks at
-        # a copy that has none.
+        # FSDP2 looked up the methods before they were installed, or on a copy without them.
         raise ValueError(
-            "the module has run since fully_shard was applied, or was given a CPUOffloadPolicy: "
-            "FSDP2 does not ask a store for its shards then; call OffloadModel(module, store) "
-            "before it runs, and fully_shard without an offload_policy"
+            "the module has run since fully_shard was applied, or has a CPUOffloadPolicy, so FSDP2 "
+            "cannot read its shards from a store: call OffloadModel(module, store) before the "
+            "module runs, and fully_shard without an offload_policy"
         ) from error
     part.reshard()
 
 
-def _why_not(shard: Shard) -> str:
-    """Why FSDP2 has not asked for a shard."""
-    if shard.answers:
+def _explain_ungathered(shard: Shard) -> str:
+    """Return why FSDP2 did not read a shard, for an error message."""
+    if shard.installed:
         return (
             "is a DTensor that no fully_shard gathers: to train it on a store, apply fully_shard "
             "to the modules that use it; for inference use dispatch_model"
@@ -254,10 +263,10 @@ def _why_not(shard: Shard) -> str:
     )
 
 
-def take_over(parameter: nn.Parameter, memory: torch.Tensor) -> None:
-    """Let a parameter show other memory.
+def rebind(parameter: nn.Parameter, memory: torch.Tensor) -> None:
+    """Point a parameter at other memory.
 
-    FSDP2 keeps a view of a shard's old memory, which is given back for that.
+    FSDP2 keeps a view of a shard's old memory, so that memory is freed explicitly.
     """
     local = memory_of(parameter)
     if local is parameter:
@@ -267,16 +276,19 @@ def take_over(parameter: nn.Parameter, memory: torch.Tensor) -> None:
 
 
 class PassHooks:
-    """Begins and ends the passes of a module that FSDP2 gathers: before it gathers anything.
+    """Begins and ends the passes of a module that FSDP2 gathers, before the first all-gather.
 
-    `make` returns the context of one forward; `go_back` is called when a backward pass comes to
-    what the forward has returned.
+    `make` returns the context of one forward. `begin_backward` is called when a backward pass
+    reaches the outputs of the forward.
     """
 
     def __init__(
-        self, module: nn.Module, make: Callable[[], ForwardContext], go_back: Callable[[], None]
+        self,
+        module: nn.Module,
+        make: Callable[[], ForwardContext],
+        begin_backward: Callable[[], None],
     ) -> None:
-        self._make, self._go_back = make, go_back
+        self._make, self._begin_backward = make, begin_backward
         self._contexts: list[ForwardContext] = []
         self._handles = [
             module.register_forward_pre_hook(self._before, prepend=True),
@@ -294,7 +306,7 @@ class PassHooks:
             leaves, _ = tree_flatten(result)
             for leaf in leaves:
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(lambda _: self._go_back())
+                    leaf.register_hook(lambda _: self._begin_backward())
 
     def remove(self) -> None:
         """Remove the hooks."""

@@ -1,8 +1,8 @@
-"""How a model is cut into slices: what is on the device together.
+"""Partitions a model into slices, the parts that are on the device at a time.
 
 A slice is a run of units (see `tierstore.model.outline`) and the groups that hold their parameters.
-Slices follow each other as the modules were registered; a parameter tied to several modules is in
-the first slice that needs it.
+Slices follow the registration order of the modules. A parameter tied to several modules is in the
+first slice that needs it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from torch import nn
 
 from tierstore.adapters.codecs.memory import unique_bytes
 from tierstore.adapters.contents import parameters_of
-from tierstore.adapters.grouping import Cutting, GroupPlan, Unit
+from tierstore.adapters.grouping import GroupPlan, Partitioner, Unit
 from tierstore.adapters.training.sharded import is_distributed, memory_of
 
 LOCAL = "._local_tensor"
-"""What the name of a parameter ends in where it is that of the shard in it."""
+"""Suffix of the name of a sharded parameter's local tensor."""
 
 
 @dataclass(eq=False)
 class Slice:
-    """Units that follow each other, and the groups of the parameters that they are the first to
-    need."""
+    """Consecutive units, and the groups of the parameters that they are the first to use."""
 
     number: int
     units: list[Unit] = field(default_factory=list)
@@ -38,12 +37,17 @@ class Slice:
         return sum(unique_bytes(map(memory_of, g.tensors.values())) for g in self.groups)
 
 
-def cut_into_slices(
+def partition_into_slices(
     root: nn.Module, count: int | None, slice_bytes: int, group_bytes: int
 ) -> list[Slice]:
-    """Cut a model into `count` slices of like sizes, or into slices of about `slice_bytes` each.
+    """Partition a model into slices.
 
-    Groups have up to `group_bytes`. There are never more slices than units.
+    Args:
+        root: the model.
+        count: number of slices of about equal bytes; None for slices of about `slice_bytes`. There
+            are never more slices than units.
+        slice_bytes: bytes of a slice.
+        group_bytes: largest group, in bytes.
     """
     parameters = {id(memory_of(p)): p for p in parameters_of(root)}
     total = unique_bytes(map(memory_of, parameters_of(root)))
@@ -52,12 +56,12 @@ def cut_into_slices(
     limit = max(min(group_bytes, total // max(count, 1)), 1)
     units = [
         found
-        for unit in Cutting("block_level", limit).units(root)
+        for unit in Partitioner("block_level", limit).units(root)
         if (found := unit.only(lambda _, tensor: id(tensor) in parameters))
     ]
     slices = [Slice(n) for n in range(max(min(count, len(units)), 1))]
     seen: set[int] = set()
-    for unit, slice_ in _dealt(units, slices, total, seen):
+    for unit, slice_ in _assign_slices(units, slices, total, seen):
         slice_.units.append(unit)
     claimed: set[int] = set()
     for slice_ in slices:
@@ -65,11 +69,13 @@ def cut_into_slices(
     return [slice_ for slice_ in slices if slice_.units]
 
 
-def _dealt(
+def _assign_slices(
     units: list[Unit], slices: list[Slice], total: int, seen: set[int]
 ) -> Iterable[tuple[Unit, Slice]]:
-    """Each unit with its slice: the one in which the middle of the unit's bytes falls, but so that
-    no slice is left without."""
+    """Yield each unit with its slice: the slice that contains the middle of the unit's bytes.
+
+    Units are shifted where a slice would otherwise be empty.
+    """
     before = 0
     last = -1
     for i, unit in enumerate(units):
@@ -87,8 +93,11 @@ def _dealt(
 def _groups(
     units: list[Unit], target: int, claimed: set[int], parameters: dict[int, nn.Parameter]
 ) -> list[GroupPlan]:
-    """Their groups: what is frozen is in no group with what is trained, which is written; nor what
-    is sharded with what is not. Units have the memory of parameters, and groups the parameters."""
+    """Return the groups of the units' parameters that no earlier slice has claimed.
+
+    Frozen and trained parameters are in separate groups, because only trained ones are written; so
+    are sharded and unsharded ones. Units list the memory of parameters, groups the parameters.
+    """
     fresh = [f for unit in units if (f := unit.only(lambda _, t: id(t) not in claimed))]
     groups: list[GroupPlan] = []
     for trained, sharded in itertools.product((True, False), (False, True)):
@@ -98,7 +107,7 @@ def _groups(
             return (parameter.requires_grad, is_distributed(parameter)) == kind
 
         alike = [found for unit in fresh if (found := unit.only(part))]
-        groups += Cutting("block_level", target).groups(alike)
+        groups += Partitioner("block_level", target).groups(alike)
     claimed.update(id(t) for group in groups for t in group.tensors.values())
     for group in groups:
         group.tensors = {

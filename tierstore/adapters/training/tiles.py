@@ -1,7 +1,7 @@
-"""One tile of an optimizer's work: some parameters, their gradients and their states.
+"""One tile of an optimizer step: some parameters, their gradients and their states.
 
-What a tile works on is passed from where it is brought to RAM to where it is used, and nobody keeps
-it any longer: memory that somebody still looks at would be in RAM beside what takes its room.
+Leased tensors are passed as arguments and never stored: a tensor that outlives its lease would keep
+its memory resident beside the memory that replaces it.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from tierstore.model.tiers import HostAccess
 from tierstore.store import TierStore
 
 MASTER = "master"
-"""The name of the state that is a parameter in a higher precision."""
+"""Name of the state that holds the master copy of a parameter."""
 PIECE = 1 << 18
-"""Numbers that are compared at a time."""
+"""Elements compared at a time."""
 
 
 class TiledOptimizer(Protocol):
-    """What a tile knows of the optimizer that it is a part of."""
+    """The optimizer interface that a tile uses."""
 
     store: TierStore
     master_dtype: torch.dtype | None
@@ -38,17 +38,23 @@ class TiledOptimizer(Protocol):
 
 
 class StepPart(NamedTuple):
-    """What parameters must have in common for one step: their group, whether its kernel is fused,
-    and, if so, whether they have states. (A fused SGD wants them of all, or of none.)"""
+    """The properties that parameters of one optimizer call must share.
+
+    `group` is the index of their parameter group. `fused` is True for a fused kernel. Then
+    `has_state` matters too, because fused SGD accepts states of all parameters or of none.
+    """
 
     group: int
     fused: bool = False
-    begun: bool = False
+    has_state: bool = False
 
 
-def fits_a_fused_step(parameter: torch.Tensor, state: dict[str, Any]) -> bool:
-    """Whether a fused kernel can step it. It goes through memory as it lies, whatever strides are,
-    and believes that all is of one dtype."""
+def can_step_fused(parameter: torch.Tensor, state: dict[str, Any]) -> bool:
+    """Return True if a fused kernel can step a parameter with this state.
+
+    Fused kernels ignore strides and assume one dtype, so all tensors must be dense in memory, with
+    equal strides and dtypes.
+    """
     assert parameter.grad is not None
     large = [value for value in state.values() if _is_large(value)]
     return parameter.is_floating_point() and all(
@@ -61,11 +67,11 @@ def fits_a_fused_step(parameter: torch.Tensor, state: dict[str, Any]) -> bool:
 
 
 class TileGroups:
-    """The groups of an optimizer during one step.
+    """The parameter groups of an optimizer during one step.
 
-    What a group says besides its parameters (a rate, a counter) is taken once, before the step.
-    Each part of the step is given a copy of it, and what it leaves counts after the last part: so
-    a counter counts steps, not parts.
+    The options of each group (learning rate, counters) are read once, before the step. Each part of
+    the step gets a copy of them, and their changes are applied after the last part: so a counter
+    counts steps, not parts.
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
@@ -78,21 +84,24 @@ class TileGroups:
             for index, parameter in enumerate(group["params"])
         }
 
-    def step(self, inner: torch.optim.Optimizer, stand_ins: dict[int, torch.Tensor]) -> None:
-        """Have `inner` do its step on what stands for some of the parameters, by their ids."""
+    def step(self, inner: torch.optim.Optimizer, substitutes: dict[int, torch.Tensor]) -> None:
+        """Run `inner.step` on substitutes for some of the parameters, given by parameter id."""
         members: dict[StepPart, list[torch.Tensor]] = {}
-        still_there = filter(self._order.__contains__, stand_ins)
-        for parameter in sorted(still_there, key=self._order.__getitem__):
-            number, stand_in = self._order[parameter][0], stand_ins[parameter]
-            state = inner.state.get(stand_in, {})
-            fused = bool(self._before[number].get("fused")) and fits_a_fused_step(stand_in, state)
-            begun = fused and any(isinstance(value, torch.Tensor) for value in state.values())
-            part = StepPart(number, fused, begun)
-            members.setdefault(part, []).append(stand_in)
+        present = filter(self._order.__contains__, substitutes)
+        for parameter in sorted(present, key=self._order.__getitem__):
+            number, substitute = self._order[parameter][0], substitutes[parameter]
+            state = inner.state.get(substitute, {})
+            fused = bool(self._before[number].get("fused")) and can_step_fused(substitute, state)
+            has_state = fused and any(isinstance(value, torch.Tensor) for value in state.values())
+            part = StepPart(number, fused, has_state)
+            members.setdefault(part, []).append(substitute)
         self._run(inner, members)
 
     def finish(self, inner: torch.optim.Optimizer) -> None:
-        """All parts are done. Groups without any gradient still have their turn, as in torch."""
+        """Apply changed options after the last part.
+
+        Groups without gradients are stepped first, as torch does.
+        """
         idle = {
             StepPart(number): list(group["params"])
             for number, group in enumerate(self._groups)
@@ -116,7 +125,7 @@ class TileGroups:
         for part, group in zip(parts, inner.param_groups, strict=True):
             if group.get("fused") and not part.fused:
                 group["fused"] = None
-        # Not its wrapper, which tells those who listen of a step: this is a part of one.
+        # Bypass torch's step wrapper, which runs step hooks: this is only part of a step.
         step: Any = type(inner).step
         getattr(step, "__wrapped__", step)(inner)
         done, inner.param_groups = inner.param_groups, []
@@ -126,15 +135,14 @@ class TileGroups:
                 left["fused"] = self._before[part.group]["fused"]
             if not _same(self._after.setdefault(part.group, left), left):
                 raise TypeError(
-                    f"{type(inner).__name__} computes something from all parameters of a group "
-                    "together, but is given one part of them after the other; this step was given "
-                    "up halfway. Use one that treats each parameter by itself, such as "
-                    "torch.optim.AdamW"
+                    f"{type(inner).__name__} computes a value over all parameters of a group, but "
+                    "steps them in parts; this step was aborted halfway. Use an optimizer that "
+                    "updates each parameter independently, such as torch.optim.AdamW"
                 )
 
 
 class Tile:
-    """Parameters that are stepped together, and the place of their states."""
+    """Parameters that are stepped together, and the buffers that hold their states."""
 
     def __init__(
         self,
@@ -151,23 +159,23 @@ class Tile:
         self._keys = itertools.count()
         self.state_buffers: list[StateBuffer] = []
         self._where: dict[tuple[int, str], tuple[StateBuffer, str]] = {}
-        # What the optimizer's state was given to show it. Another tensor there is somebody else's.
-        self._shown: dict[tuple[int, str], torch.Tensor] = {}
+        # Tensors bound in the optimizer's state. Any other tensor there was assigned by the user.
+        self._bound: dict[tuple[int, str], torch.Tensor] = {}
         self._names = {}
         if weights is not None:
             self._names = {id(p): name for name, p in weights.parameters.items()}
 
     @property
     def weights(self) -> Weights | None:
-        """The group that the parameters are in; None if they are ordinary ones, or are so again."""
+        """The group of the parameters; None if they are not (or no longer) in an OffloadModel."""
         return None if self._weights is None or self._weights.detached else self._weights
 
     def has_gradients(self) -> bool:
-        """Whether there is anything to do."""
+        """Return True if any parameter has a gradient, so the tile must be stepped."""
         return any(parameter.grad is not None for parameter in self.parameters)
 
     def buffers(self) -> Iterator[StateBuffer]:
-        """Where what it works on is."""
+        """Yield the buffers that the tile reads or writes."""
         if self.weights is not None:
             if isinstance(self.weights.buffer, StateBuffer):
                 yield self.weights.buffer
@@ -175,33 +183,33 @@ class Tile:
                 yield self.weights.gradients.buffer
         yield from self.state_buffers
 
-    def put_away(self) -> None:
-        """Nobody works on it for now."""
+    def flush(self) -> None:
+        """Write the tile back, rebind the optimizer's states, and discard unused state buffers."""
         for buffer in self.buffers():
-            buffer.put_away()
+            buffer.flush()
         for buffer in self.state_buffers:
             buffer.ready()
         for number, name in self._where:
-            self._show(number, name)
+            self._bind(number, name)
         used = {buffer for buffer, _ in self._where.values()}
         while unused := [buffer for buffer in self.state_buffers if buffer not in used]:
             self.state_buffers.remove(unused[0])
             unused[0].discard()
 
-    def _show(self, number: int, name: str) -> None:
-        """Let the optimizer's state show what is stored, unless somebody removed or replaced it."""
+    def _bind(self, number: int, name: str) -> None:
+        """Bind an entry of the optimizer's state, unless the user removed or replaced it."""
         key, parameter = (number, name), self._by_id[number]
-        shown = self._shown.get(key)
-        if shown is not None:
+        bound = self._bound.get(key)
+        if bound is not None:
             state = self._optimizer.state.get(parameter, {})
-            if state.get(name) is not shown:
+            if state.get(name) is not bound:
                 return
         buffer, inner = self._where[key]
-        tensor = self._shown[key] = distributed_like(parameter, buffer.tensors[inner])
+        tensor = self._bound[key] = distributed_like(parameter, buffer.tensors[inner])
         self._optimizer.state[parameter][name] = tensor
 
     def norms(self, norm_type: float) -> dict[int, torch.Tensor]:
-        """The norm of each gradient, by the id of its parameter."""
+        """Return the norm of each gradient, by parameter id."""
         with ExitStack() as stack:
             return {
                 number: norm_of(self._by_id[number], gradient, norm_type)
@@ -209,12 +217,12 @@ class Tile:
             }
 
     def scale(self, factor: torch.Tensor) -> None:
-        """Multiply every gradient."""
+        """Multiply every gradient by `factor`."""
         with ExitStack() as stack:
             _scale(self._gradients(stack, HostAccess.UPDATE), factor)
 
     def step(self, inner: torch.optim.Optimizer, groups: TileGroups) -> None:
-        """Have `inner` do its step on the tensors of this tile."""
+        """Run `inner.step` on the tensors of this tile."""
         with ExitStack() as stack:
             self._step(
                 inner,
@@ -225,35 +233,37 @@ class Tile:
             )
 
     def load(self, states: dict[int, dict[str, Any]]) -> None:
-        """Keep what was loaded."""
-        if _large_ones(states).keys() != self._where.keys():
+        """Store loaded states, given by parameter id and name."""
+        if _large_states(states).keys() != self._where.keys():
             self._forget_states()
         with ExitStack() as stack, torch.no_grad():
-            held = {b: b.enter(stack, HostAccess.UPDATE) for b in self.state_buffers}
-            self._store_states(states, held)
+            leased = {b: b.enter(stack, HostAccess.UPDATE) for b in self.state_buffers}
+            self._store_states(states, leased)
 
-    def lay_out(self, states: dict[int, dict[str, Any]]) -> None:
-        """Keep what is small, and make room for what is as large as its parameter."""
-        large = _large_ones(states)
-        shown = {key: buffer.tensors[name] for key, (buffer, name) in self._where.items()}
-        if large.keys() != shown.keys() or not all(_is_like(shown[k], large[k]) for k in large):
+    def allocate_state(self, states: dict[int, dict[str, Any]]) -> None:
+        """Store small states, and allocate large ones without copying their values."""
+        large = _large_states(states)
+        bound = {key: buffer.tensors[name] for key, (buffer, name) in self._where.items()}
+        if large.keys() != bound.keys() or not all(_is_like(bound[k], large[k]) for k in large):
             self._forget_states()
             if large:
                 self._create_buffer(large, with_values=False)
-        self._shown.clear()
+        self._bound.clear()
         for number, state in states.items():
             small = {name: value for name, value in state.items() if (number, name) not in large}
             self._optimizer.state[self._by_id[number]].update(small)
 
     def _forget_states(self) -> None:
         self._where.clear()
-        self._shown.clear()
+        self._bound.clear()
         while self.state_buffers:
             self.state_buffers.pop().discard()
 
     def _gradients(self, stack: ExitStack, purpose: HostAccess) -> dict[int, torch.Tensor]:
-        """By the id of its parameter, each gradient: those in the store in RAM, and those that
-        somebody else has given where they are."""
+        """Return the gradients by parameter id.
+
+        Stored gradients are leased in RAM; gradients assigned by the user stay where they are.
+        """
         found = {id(p): memory_of(p.grad) for p in self.parameters if p.grad is not None}
         gradients = None if self.weights is None else self.weights.gradients
         buffer = None if gradients is None else gradients.buffer
@@ -261,7 +271,7 @@ class Tile:
             ours = {
                 number: name
                 for number, name in self._names.items()
-                if number in found and self._by_id[number].grad is gradients.shown_as(name)
+                if number in found and self._by_id[number].grad is gradients.bound_gradient(name)
             }
             if ours:
                 tensors = buffer.enter(stack, purpose)
@@ -274,49 +284,49 @@ class Tile:
         groups: TileGroups,
         values: dict[int, torch.Tensor],
         gradients: dict[int, torch.Tensor],
-        held: dict[StateBuffer, dict[str, torch.Tensor]],
+        leased: dict[StateBuffer, dict[str, torch.Tensor]],
     ) -> None:
         shadows: dict[int, torch.Tensor] = {}
         inner.state = defaultdict(dict)
         for number, gradient in gradients.items():
-            state = self._state_of(number, held)
-            shadow = self._worked_on(values[number], state)
-            _give_gradient(shadow, gradient, values[number].dtype)
+            state = self._state_of(number, leased)
+            shadow = self._working_copy(values[number], state)
+            _set_gradient(shadow, gradient, values[number].dtype)
             shadows[number] = shadow
             if state:
                 inner.state[shadow] = state
         groups.step(inner, shadows)
         states = {number: dict(inner.state[shadow]) for number, shadow in shadows.items()}
         for number, shadow in shadows.items():
-            self._give_back(number, shadow.detach(), values[number], states[number])
-        self._store_states(states, held)
+            self._write_back(number, shadow.detach(), values[number], states[number])
+        self._store_states(states, leased)
         inner.state = defaultdict(dict)
 
     def _state_of(
-        self, number: int, held: dict[StateBuffer, dict[str, torch.Tensor]]
+        self, number: int, leased: dict[StateBuffer, dict[str, torch.Tensor]]
     ) -> dict[str, Any]:
         state = dict(self._optimizer.state.get(self._by_id[number], {}))
         for name, value in state.items():
-            shown = self._shown.get((number, name))
-            if shown is not None and value is shown:  # what else is there, somebody assigned
+            bound = self._bound.get((number, name))
+            if bound is not None and value is bound:  # else the user assigned it
                 buffer, inner = self._where[number, name]
-                state[name] = held[buffer][inner]
+                state[name] = leased[buffer][inner]
             elif isinstance(value, torch.Tensor):
                 state[name] = local_part(self._by_id[number], value)
         return state
 
-    def _worked_on(self, value: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
-        """What the optimizer is to change: the value, or its master."""
+    def _working_copy(self, value: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        """Return the tensor that the optimizer updates: the value, or its master copy."""
         master = self._optimizer.master_dtype
         if master is not None and value.dtype is not master:
-            value = _up_to_date(state.pop(MASTER), value) if MASTER in state else value.to(master)
+            value = _merge_edits(state.pop(MASTER), value) if MASTER in state else value.to(master)
         return value.detach().requires_grad_()
 
-    def _give_back(
+    def _write_back(
         self, number: int, shadow: torch.Tensor, value: torch.Tensor, state: dict[str, Any]
     ) -> None:
         parameter = self._by_id[number]
-        if address_of(shadow) != address_of(value):  # a master, or the optimizer gave it new memory
+        if address_of(shadow) != address_of(value):  # a master copy, or reallocated by the step
             value.copy_(shadow)
         if shadow.dtype is not value.dtype:
             state[MASTER] = shadow
@@ -326,25 +336,25 @@ class Tile:
         torch.autograd.graph.increment_version(memory)
 
     def _values(self, stack: ExitStack) -> dict[int, torch.Tensor]:
-        """By parameter: its value on the CPU, to be changed."""
+        """Return the values on the CPU by parameter id, leased for writing."""
         if self.weights is None:
             return {id(p): memory_of(p).detach().cpu() for p in self.parameters}
-        self.weights.become_state()  # somebody gave a frozen parameter a gradient
+        self.weights.become_state()  # if the user assigned a gradient to a frozen parameter
         assert isinstance(self.weights.buffer, StateBuffer)
         tensors = self.weights.buffer.enter(stack, HostAccess.UPDATE)
         return {id(p): tensors[self._names[id(p)]] for p in self.parameters}
 
     def _store_states(
-        self, states: dict[int, dict[str, Any]], held: dict[StateBuffer, dict[str, torch.Tensor]]
+        self, states: dict[int, dict[str, Any]], leased: dict[StateBuffer, dict[str, torch.Tensor]]
     ) -> None:
-        """Keep what a step has left: what is as large as its parameter, in the store."""
+        """Keep the states after a step: large ones in the store, small ones in the optimizer."""
         fresh: dict[tuple[int, str], torch.Tensor] = {}
         for number, state in states.items():
             for name, value in state.items():
                 where = self._where.get((number, name))
-                self._shown.pop((number, name), None)
-                if where is not None and _is_like(held[where[0]][where[1]], value):
-                    target = held[where[0]][where[1]]
+                self._bound.pop((number, name), None)
+                if where is not None and _is_like(leased[where[0]][where[1]], value):
+                    target = leased[where[0]][where[1]]
                     if address_of(value) != address_of(target):
                         target.copy_(value)
                 elif _is_large(value):
@@ -372,7 +382,7 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
-    """A copy of what a group says, with copies of what may be changed in buffer."""
+    """Return a copy of a group, with copies of its mutable values."""
     copies = {}
     for name, value in group.items():
         if isinstance(value, torch.Tensor):
@@ -384,7 +394,7 @@ def _copied(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _same(left: Any, right: Any) -> bool:
-    """Whether two values of a group are equal, also if they are tensors, or no numbers."""
+    """Return True if two option values are equal; tensors element by element, NaN equals NaN."""
     if left is right:
         return True
     if type(left) is not type(right):
@@ -399,14 +409,14 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def _unlike(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Where they differ. What is no number is like itself."""
+    """Return a mask of the elements that differ; NaN equals NaN."""
     return (left != right) & ~(left.isnan() & right.isnan())
 
 
-def _up_to_date(master: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """A master with what somebody has changed in the value since.
+def _merge_edits(master: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Update a master copy with edits of the value since the last step, and return it.
 
-    Each step leaves the value as the rounded master. Where it is something else, it was changed.
+    Each step leaves the value equal to the rounded master, so elements that differ were edited.
     """
     for exact, now in zip(_pieces(master), _pieces(value), strict=True):
         rounded = exact.to(now.dtype)
@@ -416,18 +426,18 @@ def _up_to_date(master: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Views of all of it, small enough that work on them stays in the processor's caches."""
+    """Split a tensor into views that fit in the CPU caches."""
     rows: torch.Tensor = torch.atleast_1d(tensor)
     pieces: tuple[torch.Tensor, ...] = rows.split(max(PIECE * len(rows) // max(rows.numel(), 1), 1))
     return pieces
 
 
-def _give_gradient(shadow: torch.Tensor, gradient: torch.Tensor, of_value: torch.dtype) -> None:
-    """A master has gradients of its own dtype; any other has them as they are."""
+def _set_gradient(shadow: torch.Tensor, gradient: torch.Tensor, of_value: torch.dtype) -> None:
+    """Set the gradient of a working copy. A master copy gets it in the master's dtype."""
     dtype = gradient.dtype if shadow.dtype is of_value else shadow.dtype
     if dtype is not shadow.dtype:
-        stand_in: Any = shadow  # torch before 2.9 has no grad_dtype, and never comes here
-        stand_in.grad_dtype = dtype
+        substitute: Any = shadow  # unreachable before torch 2.9, which added grad_dtype
+        substitute.grad_dtype = dtype
     shadow.grad = gradient.to(dtype=dtype, device=shadow.device)
 
 
@@ -440,7 +450,7 @@ def _scale(gradients: dict[int, torch.Tensor], factor: torch.Tensor) -> None:
         gradient.mul_(factor.to(gradient.device))
 
 
-def _large_ones(states: dict[int, dict[str, Any]]) -> dict[tuple[int, str], torch.Tensor]:
+def _large_states(states: dict[int, dict[str, Any]]) -> dict[tuple[int, str], torch.Tensor]:
     named = ((number, *item) for number, state in states.items() for item in state.items())
     return {(number, name): value for number, name, value in named if _is_large(value)}
 

@@ -1,7 +1,7 @@
 """The parameters of a model in training: groups of the store that units lease as in inference.
 
-See `tierstore.adapters.unit_context` and `tierstore.adapters.saved`. The bindings here are mutable:
-what a forward, a user or an optimizer changes is kept in the host view.
+See `tierstore.adapters.unit_context` and `tierstore.adapters.saved`. Unlike in inference, bindings
+are mutable: changes by a forward, the user or the optimizer are kept in the host view.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tierstore.adapters.binding import BindingPolicy, ParameterBinding, edited_a
 from tierstore.adapters.codecs.memory import address_of, span, tensor_bytes
 from tierstore.adapters.codecs.plain import assign
 from tierstore.adapters.saved import BackwardLeases, LeasedMemory
-from tierstore.adapters.training.frozen_buffers import FrozenBuffer, watch_of
+from tierstore.adapters.training.frozen_buffers import FrozenBuffer, write_watch_of
 from tierstore.adapters.training.gradients import Gradients
 from tierstore.adapters.training.sharded import (
     Shard,
     has_value,
     is_distributed,
     memory_of,
-    take_over,
+    rebind,
 )
 from tierstore.adapters.training.state_buffers import StateBuffer, state_budget_of
 from tierstore.adapters.unit_context import CurrentPass, UnitWeights
@@ -38,14 +38,14 @@ from tierstore.system.maps import WriteWatch
 from tierstore.torch_private import in_backward
 
 LEASED_IN_BACKWARD = 2
-"""Groups that the backward pass keeps leased, where there are no slices on a device."""
+"""Number of groups that a backward pass keeps leased on the CPU, where there are no slices."""
 
 
 class Weights:
-    """One group of parameters, by name, and where it is.
+    """One group of parameters by name, and the buffer that stores it.
 
-    `key` is that of its bindings, for good; the key of `buffer` changes when frozen parameters
-    become part of the training state.
+    `key` identifies the group in its bindings and never changes. The key of `buffer` changes when
+    frozen parameters become part of the training state.
     """
 
     def __init__(
@@ -57,46 +57,48 @@ class Weights:
     ) -> None:
         self.key = key
         self.buffer = buffer
-        self.edited = False  # since they are away, as far as torch tells
+        self.edited = False  # while off the device, as far as tensor versions show
         self.parameters = parameters
         self.slice = slice_
         self.gradients = Gradients(buffer.store, key, parameters)
-        self.detached = False  # the model is an ordinary one again
+        self.detached = False  # True after OffloadModel.disable
         self._bindings: dict[str, ParameterBinding] = {}
         self._shards: dict[str, Shard] = {}
 
     @property
     def bindings(self) -> list[ParameterBinding]:
-        """Those of the parameters; of sharded ones, of their local tensors."""
+        """The bindings of the parameters, or of the local tensors of sharded ones."""
         return list(self._bindings.values())
 
     @property
     def in_use(self) -> bool:
-        """Whether any of them is bound to leased memory."""
+        """True if any parameter is bound to leased memory."""
         return any(binding.user is not None for binding in self._bindings.values())
 
-    def given(self) -> dict[int, torch.Tensor]:
-        """Return the other memory that somebody gave to parameters, by their ids."""
+    def reassigned_memory(self) -> dict[int, torch.Tensor]:
+        """Return tensors that the user assigned (`parameter.data = ...`), by parameter id."""
         return {
             id(self.parameters[name]): binding.tensor
             for name, binding in self._bindings.items()
-            if binding.was_given_memory
+            if binding.was_reassigned
         }
 
-    def keep_edits(self) -> None:
-        """Copy what somebody gave a parameter (`parameter.data = ...`), and note other edits."""
+    def commit_edits(self) -> None:
+        """Copy user-assigned tensors into the host views, and note edits made in place."""
         for binding in edited_among(self._bindings.values(), self.buffer.tensors):
             self.edited = True
-            if binding.was_given_memory:
+            if binding.was_reassigned:
                 with torch.no_grad():
                     binding.host_view.copy_(binding.tensor.detach())
                 self._bind(binding.name, binding.host_view)
             else:
                 binding.accept()
 
-    def move_in(self, shards: dict[int, Shard]) -> int:
-        """Let parameters show what is in the store from now on. They have these shards, by their
-        ids. Returns the bytes that they had in RAM."""
+    def bind_to_store(self, shards: dict[int, Shard]) -> int:
+        """Point the parameters at the store. Return the bytes of RAM they used before.
+
+        `shards` maps parameter ids to shards; it contains all sharded parameters.
+        """
         self.buffer.ready()
         for name, parameter in self.parameters.items():
             if id(parameter) in shards:
@@ -104,26 +106,26 @@ class Weights:
             self._bind(name, self.buffer.tensors[name])
         return sum(map(tensor_bytes, self.buffer.tensors.values()))
 
-    def move_out(self) -> None:
-        """Give parameters memory of their own, sharded ones where they are gathered."""
+    def unbind_from_store(self) -> None:
+        """Copy the parameters into memory of their own, sharded ones on their mesh's device."""
         for name, parameter in self.parameters.items():
             memory = memory_of(parameter)
             own = memory.detach().to(parameter.device, copy=True)
             assign(memory, own)
-            if name in self._bindings:  # it outlives this, and must not keep the store's memory
+            if name in self._bindings:  # the binding may outlive the store's memory
                 self._bindings[name].move_to(self.key, own)
             if name in self._shards:
-                self._shards.pop(name).ignore()
+                self._shards.pop(name).uninstall()
 
     def _bind(self, name: str, host_view: torch.Tensor) -> None:
         parameter = self.parameters[name]
-        take_over(parameter, host_view)
+        rebind(parameter, host_view)
         if name in self._shards:
-            self._shards[name].answer()
+            self._shards[name].install()
         if name in self._bindings:
             self._bindings[name].move_to(self.key, host_view)
             return
-        # FSDP2 gives a parameter another local tensor when values are loaded.
+        # FSDP2 replaces the local tensor of a parameter when values are loaded.
         find = functools.partial(memory_of, parameter) if is_distributed(parameter) else None
         memory = memory_of(parameter)
         policy = BindingPolicy.MUTABLE
@@ -131,12 +133,18 @@ class Weights:
 
     @property
     def frozen(self) -> bool:
-        """Whether they are in a group that is only read."""
+        """True if the group is read-only."""
         return isinstance(self.buffer, FrozenBuffer)
 
-    def keeps(self, names: dict[int, str], values: dict[str, Any]) -> bool:
-        """Whether frozen parameters (known by their ids under these names) have these values. Then
-        nothing is to be copied to them; otherwise they are part of the training state from now on.
+    def matches(self, names: dict[int, str], values: dict[str, Any]) -> bool:
+        """Return True if the frozen parameters already have the values to be loaded.
+
+        Then `values` gets the parameters themselves, so that nothing is copied. Otherwise the group
+        becomes part of the training state.
+
+        Args:
+            names: names in `values`, by parameter id.
+            values: the state dict to load.
         """
         ours = [(names[id(p)], p) for p in self.parameters.values() if names[id(p)] in values]
         if not all(has_value(p, torch.as_tensor(values[name])) for name, p in ours):
@@ -146,15 +154,15 @@ class Weights:
         return True
 
     def accept(self) -> None:
-        """Count all of them as unchanged."""
+        """Treat the current values as unedited."""
         for binding in self._bindings.values():
             binding.accept()
 
     def become_state(self) -> None:
-        """Make frozen parameters part of the training state: they are going to change."""
+        """Move frozen parameters into the mutable training state, before they change."""
         frozen = self.buffer
         if isinstance(frozen, FrozenBuffer):
-            state_budget_of(frozen.store).expect(frozen.nbytes)
+            state_budget_of(frozen.store).count_group(frozen.nbytes)
             buffer = StateBuffer(frozen.store, f"{frozen.key}/state", frozen.tensors)
             buffer.ready()
             self.buffer = buffer
@@ -164,21 +172,20 @@ class Weights:
 
 
 class PassOrder:
-    """The order in which groups were used in the last pass: this one is expected to follow it."""
+    """Predicts the order of use: each pass is expected to use groups in the order of the last."""
 
     def __init__(self) -> None:
         self._last: list[Weights] = []
         self._now: list[Weights] = []
-        self._place = 0  # in the last pass
+        self._position = 0  # in the last pass
 
     def after(self, used: Weights, nbytes: int) -> list[Weights]:
-        """Note that a group is used. Returns the others that come next, each once, up to so many
-        bytes."""
+        """Record a use. Return the groups expected next, each once, up to `nbytes` in total."""
         self._now.append(used)
-        with contextlib.suppress(ValueError):  # it was not used again: nothing better is known
-            self._place = self._last.index(used, self._place) + 1
+        with contextlib.suppress(ValueError):  # not used again in the last pass: keep the position
+            self._position = self._last.index(used, self._position) + 1
         coming: dict[Weights, None] = {}
-        for weights in itertools.islice(self._last, self._place, None):
+        for weights in itertools.islice(self._last, self._position, None):
             if weights is not used and weights not in coming:
                 nbytes -= weights.buffer.nbytes
                 if nbytes < 0:
@@ -187,19 +194,19 @@ class PassOrder:
         return list(coming)
 
     def end(self) -> None:
-        """End the pass, if it has begun."""
+        """End the current pass, if any."""
         if self._now:
-            self._last, self._now, self._place = self._now, [], 0
+            self._last, self._now, self._position = self._now, [], 0
 
 
 class WeightStreamer:
     """Leases the groups of one model in training: a `WeightOwner` and a `LeaseOwner`.
 
-    On an accelerator, the groups of up to two slices are on the device; otherwise groups come as
-    they are used, and the store is told what follows, as it did in the last pass.
+    On an accelerator, the groups of up to two slices are on the device at a time. On the CPU,
+    groups are leased as they are used, and prefetched in the order of the last pass.
     """
 
-    renewals = 0
+    generation = 0
     invalidated = False
 
     def __init__(self, store: TierStore, groups: list[Weights], slices: int) -> None:
@@ -207,7 +214,7 @@ class WeightStreamer:
         self.lock = threading.RLock()
         self.current = CurrentPass()
         self.loops = engine_of(store).loops
-        self.make_room: Callable[[], None] = self.release_all
+        self.free_memory: Callable[[], None] = self.release_all
         self.groups = groups
         self._sliced = store.device.type != "cpu"
         self._by_key = {weights.key: weights for weights in groups}
@@ -218,15 +225,15 @@ class WeightStreamer:
         self._backward_leases = BackwardLeases(self.lease, limit)
         self._state_lock = threading.RLock()
         self._slice = -1
-        self._near: set[int] = set()  # slices that are on the device, or on their way
-        self._touched: set[Weights] = set()  # since all was settled
+        self._near: set[int] = set()  # slices that are on the device, or arriving there
+        self._touched: set[Weights] = set()  # groups to flush
         self._order = PassOrder()
-        self._ahead = state_budget_of(store).ahead_bytes()
+        self._ahead = state_budget_of(store).prefetch_bytes()
         self._frozen: list[Weights] = []
-        self._watch: WriteWatch | None = None  # of what these show while away
+        self._watch: WriteWatch | None = None  # on the host views of `_frozen`
 
-    def serve(self, shards: dict[int, Shard]) -> None:
-        """Have these shards read in the store."""
+    def connect_shards(self, shards: dict[int, Shard]) -> None:
+        """Make FSDP2's all-gather read these shards from the store."""
         for weights in self.groups:
             for name, parameter in weights.parameters.items():
                 if id(parameter) in shards:
@@ -238,21 +245,23 @@ class WeightStreamer:
         return UnitWeights(self, bindings, mutable=True)
 
     def needs_lease(self, weights: Weights) -> bool:
-        """Whether its parameters show something else in use than they show while away."""
+        """Return True if the group must be leased before use, so its tensors move."""
         return self._sliced or not weights.buffer.host_resident
 
     # Leases ------------------------------------------------------------------------------------
 
     def lease(self, key: str) -> TensorLease:
-        """Lease a group on the device. If there is no room, it is used in its host views where the
-        device is the CPU."""
+        """Lease a group on the device.
+
+        If the budget is exhausted and the device is the CPU, return the host views instead.
+        """
         weights = self._by_key[key]
         self.turn_to(weights.slice)
         self._touched.add(weights)
         try:
             lease = weights.buffer.read()
         except BudgetError:
-            self.make_room()
+            self.free_memory()
             try:
                 lease = weights.buffer.read()
             except BudgetError:
@@ -264,53 +273,57 @@ class WeightStreamer:
         return lease
 
     def lease_again(self, memory: LeasedMemory) -> Mapping[str, torch.Tensor]:
-        """Return the tensors of the memory's group, on the device, for a backward pass."""
+        """Lease the group of `memory` again for a backward pass, and return its tensors."""
         return self._tensors_in_backward(self._by_key[memory.key])
 
     def _tensors_in_backward(self, weights: Weights) -> Mapping[str, torch.Tensor]:
         self.turn_to(weights.slice)
         return self._backward_leases.tensors(weights.key)
 
-    def renew(self, edited: list[ParameterBinding]) -> None:
-        """Nothing is stored again: bindings are mutable."""
+    def rewrite(self, edited: list[ParameterBinding]) -> None:
+        """No-op: bindings are mutable, so edits need no new group."""
 
-    def wait_until_renewed(self) -> None:
-        """There is nothing to wait for."""
+    def wait_for_rewrite(self) -> None:
+        """No-op: see `renew`."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def shard(self, weights: Weights, name: str) -> torch.Tensor:
-        """Return the shard of a parameter, where it can be copied from on the device."""
+        """Return the shard of a parameter in memory that the device can copy from."""
         if not self.needs_lease(weights):
             return weights.buffer.tensors[name]
         if not self._sliced:
             return self._tensors_in_backward(weights)[name]
-        # FSDP2 asks on a stream of its own, and only that knows when it is done with it.
+        # FSDP2 reads on its own stream, which alone knows when the read is done: so return a copy.
         lease = self.lease(weights.key)
         shard = lease.tensors[name].clone()
         lease.release()
         return shard
 
     def _expect_after(self, used: Weights) -> None:
-        """Tell the store what follows a use, as it did in the last pass. The store itself learns
-        the order of frozen groups."""
+        """Prefetch the groups that followed this use in the last pass.
+
+        The store itself learns the order of frozen groups.
+        """
         if isinstance(used.buffer, FrozenBuffer):
             return
         with self._state_lock:
             coming = self._order.after(used, self._ahead)
             self._touched.update(coming)
         for weights in coming:
-            weights.buffer.expected()
+            weights.buffer.mark_expected()
         if coming:
             keys = [weights.buffer.key for weights in coming]
-            engine_of(self.store).mutable_groups.expect(keys)
+            engine_of(self.store).mutable_groups.prefetch(keys)
 
     def release_all(self) -> None:
-        """Release what a backward pass keeps; what somebody looks at stays."""
+        """Release the leases that a backward pass keeps; memory still referenced stays."""
         self._backward_leases.release_all()
 
     def turn_to(self, number: int) -> None:
-        """On an accelerator, use slice `number` from now on: bring it and the next one, and release
-        others."""
+        """On an accelerator, make slice `number` current.
+
+        Prefetches it and the next slice in the current direction, and releases all others.
+        """
         with self._state_lock:
             if number == self._slice or not self._sliced:
                 return
@@ -323,25 +336,25 @@ class WeightStreamer:
             wanted = [w for n in near for w in self._by_slice[n][::step]]
             self._touched.update(wanted)
         for weights in wanted:
-            weights.buffer.expected()
-        engine_of(self.store).mutable_groups.expect(weights.buffer.key for weights in wanted)
+            weights.buffer.mark_expected()
+        engine_of(self.store).mutable_groups.prefetch(weights.buffer.key for weights in wanted)
 
     def _release_slice(self, number: int) -> None:
         self._backward_leases.release(weights.key for weights in self._by_slice[number])
         keys = [weights.buffer.key for weights in self._by_slice[number]]
         for key in keys:
             self.store.offload(key)
-        # What was on its way takes room until it is there, and others are brought next.
+        # Transfers in flight occupy memory until they arrive, and the next slice needs it.
         engine_of(self.store).mutable_groups.wait_for_arrivals(keys)
 
     # Between passes ----------------------------------------------------------------------------
 
-    def put_away(self) -> None:
-        """Take everything off the device, and keep edits: a pass is over, or another begins."""
+    def flush(self) -> None:
+        """Commit edits and move every idle group off the device, between two passes."""
         idle = [weights for weights in self.groups if not weights.in_use]
-        self._check_ties({n: memory for w in idle for n, memory in w.given().items()})
+        self._check_ties({n: memory for w in idle for n, memory in w.reassigned_memory().items()})
         for weights in idle:
-            weights.keep_edits()
+            weights.commit_edits()
         self.release_all()
         with self._state_lock:
             self._slice = -1
@@ -351,38 +364,44 @@ class WeightStreamer:
         for weights in touched:
             if self._sliced:
                 self.store.offload(weights.buffer.key)
-            weights.buffer.put_away()
+            weights.buffer.flush()
 
-    def _check_ties(self, given: dict[int, torch.Tensor]) -> None:
-        """Raise RuntimeError if what parameters were given is memory of others, too: each has its
-        own place in the store, and changes of one would not be seen in the other."""
-        if not given:
+    def _check_ties(self, reassigned_memory: dict[int, torch.Tensor]) -> None:
+        """Raise RuntimeError if a user-assigned tensor overlaps another parameter.
+
+        The store keeps a separate copy of each, so an edit of one would not reach the other.
+        """
+        if not reassigned_memory:
             return
         parts = []
         for weights in self.groups:
             for name, parameter in weights.parameters.items():
-                memory = given.get(id(parameter), weights.buffer.tensors[name])
-                parts.append((address_of(memory), span(memory), name, id(parameter) in given))
+                memory = reassigned_memory.get(id(parameter), weights.buffer.tensors[name])
+                parts.append(
+                    (address_of(memory), span(memory), name, id(parameter) in reassigned_memory)
+                )
         end, last, last_given = 0, "", False
         for start, nbytes, name, is_given in sorted(parts):
             if start < end and nbytes and (is_given or last_given):
                 raise RuntimeError(
-                    f"{last} and {name} show the same memory since one was given that of the other "
-                    "(parameter.data = other.data): a model in training on a store keeps them "
-                    "apart. Tie them before OffloadModel(module, store), or give one of them a "
-                    "copy (parameter.data = other.data.clone())"
+                    f"{last} and {name} share memory since one was assigned the data of the other "
+                    "(parameter.data = other.data): an OffloadModel stores them separately. Tie "
+                    "them before OffloadModel(module, store), or assign a copy "
+                    "(parameter.data = other.data.clone())"
                 )
             if start + nbytes > end:
                 end, last, last_given = start + nbytes, name, is_given
 
     def watch_frozen(self) -> None:
-        """Make what is frozen no more, or was changed, part of the training state."""
+        """Move frozen groups that now require gradients or were edited into the training state."""
         frozen = [w for w in self.groups if w.frozen]
         if self._watch is None or frozen != self._frozen:
             self._frozen = frozen
-            self._watch = watch_of([w.buffer for w in frozen if isinstance(w.buffer, FrozenBuffer)])
-        shown = [weights for weights in frozen for _ in weights.parameters]
-        written = {shown[i] for i in self._watch.written()}
+            self._watch = write_watch_of(
+                [w.buffer for w in frozen if isinstance(w.buffer, FrozenBuffer)]
+            )
+        by_range = [weights for weights in frozen for _ in weights.parameters]
+        written = {by_range[i] for i in self._watch.written()}
         for weights in frozen:
             trained = any(p.requires_grad for p in weights.parameters.values())
             if (trained or weights.edited or weights in written) and not weights.in_use:

@@ -1,4 +1,4 @@
-"""Weights of kinds that no store can hold stay, are named, and count in the budget."""
+"""Weights of unsupported types stay, are named, and count in the budget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tierstore.errors import BudgetError
 WIDTH, LAYERS = 64, 6
 LAYER = 4 * WIDTH * WIDTH
 BUDGET = 4 * LAYER
-NBYTES = WIDTH * WIDTH  # of the weight below: a byte each
+NBYTES = WIDTH * WIDTH  # bytes of the weight below: one each
 
 
 class Mixed(nn.Module):
@@ -44,7 +44,9 @@ def budget_of(store: TierStore) -> int:
 
 
 @torch.no_grad()
-def test_it_stays_and_is_counted(disk_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unsupported_weight_stays_and_is_counted(
+    disk_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = Mixed()
     expected = model(X)
     caplog.set_level(logging.INFO, "tierstore")
@@ -58,14 +60,14 @@ def test_it_stays_and_is_counted(disk_dir: Path, caplog: pytest.LogCaptureFixtur
         assert store.stats().peak_bytes["HOST"] <= before - NBYTES
         disable_offload(model)
         assert budget_of(store) == before
-    told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("budget of")]
-    assert [" more are used outside" in each for each in told] == [True, False], "and back"
+    messages = [r.getMessage() for r in caplog.records if r.getMessage().startswith("budget of")]
+    assert [" more are used outside" in each for each in messages] == [True, False], "and back"
     (record,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
     message = record.getMessage()
     assert "1 tensors (Parameter)" in message and f"{NBYTES:,} bytes" in message
 
 
-def test_a_budget_that_it_would_fill_is_an_error(disk_dir: Path) -> None:
+def test_unsupported_weight_that_fills_the_budget_raises(disk_dir: Path) -> None:
     model = Mixed()
     with open_store(disk_dir, BUDGET) as store:
         store.put("mine", {"x": torch.zeros(8)})
@@ -82,7 +84,7 @@ def test_a_budget_that_it_would_fill_is_an_error(disk_dir: Path) -> None:
 
 
 @torch.no_grad()
-def test_models_of_one_store_count_together(disk_dir: Path) -> None:
+def test_unsupported_weights_of_two_models_count_together(disk_dir: Path) -> None:
     one, other = Mixed(), Mixed()
     expected = one(X)
     with open_store(disk_dir, BUDGET) as store:

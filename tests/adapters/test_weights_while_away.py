@@ -1,6 +1,7 @@
-"""What a weight shows while it is away: itself, on the CPU. Failures (4) and (7) of diffusers.
+"""The value of a weight while it is away: true, on the CPU.
 
-True values are read from the checkpoint's files with safetensors, not from a loaded model.
+Failures (4) and (7) of diffusers. True values are read from the checkpoint's files with
+safetensors, not from a loaded model.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.adapters.conftest import (
 from tierstore import enable_group_offload
 
 pytestmark = pytest.mark.full(
-    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    "model and partition are independent; test_parity.py covers both devices",
     keep="a third",
 )
 
@@ -36,7 +37,7 @@ ON_BOTH = pytest.mark.parametrize("device", DEVICES)
 
 
 def in_files(directory: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint's directory, read from its files."""
+    """Return all tensors of a checkpoint's directory, read from its files."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(directory.glob("*.safetensors")):
         tensors |= load_file(path)
@@ -50,7 +51,7 @@ def component_directories(pipe: Any, directory: Path) -> Iterator[tuple[nn.Modul
 
 
 def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    """Every tensor of `expected` is in `found`; what is there beside is tied to one of them."""
+    """Return whether `found` has every tensor of `expected`, and others only as ties of these."""
     values = {(t.data_ptr(), t.shape) for name, t in found.items() if name in expected}
     extra = [t for name, t in found.items() if name not in expected]
     return all(torch.equal(found[name].cpu(), value) for name, value in expected.items()) and all(
@@ -61,7 +62,7 @@ def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> b
 @ON_BOTH
 @pytest.mark.parametrize("offload_type", OFFLOAD_TYPES)
 @pytest.mark.parametrize("kind", pipelines.KINDS)
-def test_4_state_dict_and_save_pretrained_give_the_true_values(
+def test_state_dict_and_save_pretrained_have_true_values(
     kind: str,
     offload_type: str,
     device: str,
@@ -91,7 +92,7 @@ def test_4_state_dict_and_save_pretrained_give_the_true_values(
 
 
 @ON_BOTH
-def test_4_saving_a_state_dict_with_torch(
+def test_torch_save_of_a_state_dict_saves_true_values(
     device: str, checkpoint: Checkpoints, disk_dir: Path, tmp_path: Path
 ) -> None:
     model = pipelines.load("llama", checkpoint("llama"))
@@ -101,8 +102,8 @@ def test_4_saving_a_state_dict_with_torch(
     assert same(saved, in_files(checkpoint("llama")))
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
-def test_4_in_diffusers_a_state_dict_is_garbage(checkpoint: Checkpoints, tmp_path: Path) -> None:
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
+def test_diffusers_state_dict_is_garbage(checkpoint: Checkpoints, tmp_path: Path) -> None:
     directory = checkpoint("flux")
     pipe = pipelines.load("flux", directory)
     diffusers_offload(pipe, tmp_path)
@@ -112,7 +113,7 @@ def test_4_in_diffusers_a_state_dict_is_garbage(checkpoint: Checkpoints, tmp_pat
 
 @ON_BOTH
 @pytest.mark.parametrize("kind", ("wan", "llama"))
-def test_a_weight_is_one_object_that_is_true_on_the_cpu_while_away(
+def test_weight_is_one_object_and_true_on_the_cpu_while_away(
     kind: str, device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     pipe = pipelines.load(kind, checkpoint(kind))
@@ -146,7 +147,7 @@ def main_model(pipe: Any) -> nn.Module:
 
 @ON_BOTH
 @torch.no_grad()
-def test_a_weight_may_be_used_outside_of_its_module(
+def test_weight_used_outside_of_its_module_is_right(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     model = pipelines.load("llama", checkpoint("llama"))
@@ -161,7 +162,7 @@ def test_a_weight_may_be_used_outside_of_its_module(
 @pytest.mark.full("copies a whole pipeline; tests/dispatch copies a model")
 @ON_BOTH
 @pytest.mark.parametrize("kind", ("flux", "llama"))
-def test_7_a_deep_copy_is_an_ordinary_pipeline(
+def test_deep_copy_is_an_ordinary_pipeline(
     kind: str, device: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     expected = reference(kind, device=device).output
@@ -169,7 +170,7 @@ def test_7_a_deep_copy_is_an_ordinary_pipeline(
     with a_third_of(pipe, disk_dir, device) as store, enable_group_offload(pipe, store):
         assert torch.equal(pipelines.run(kind, pipe, device=device), expected)
         twin = copy.deepcopy(pipe)
-        asked = acquires(store)  # not bytes: a prefetch may still be on its way from the disk
+        leases = acquires(store)  # not bytes: a prefetch may still be on its way from the disk
         for (module, place), original in zip(
             component_directories(twin, checkpoint(kind)),
             pipelines.components(pipe).values(),
@@ -178,7 +179,7 @@ def test_7_a_deep_copy_is_an_ordinary_pipeline(
             assert same(module.state_dict(), in_files(place))
             assert module is not original
         assert torch.equal(pipelines.run(kind, twin.to(device), device=device), expected)
-        assert acquires(store) == asked > 0
+        assert acquires(store) == leases > 0
         # The two share nothing: the copy computes with its own weights.
         for part in pipelines.components(twin).values():
             for parameter in part.parameters():
@@ -187,8 +188,8 @@ def test_7_a_deep_copy_is_an_ordinary_pipeline(
         assert torch.equal(pipelines.run(kind, pipe, device=device), expected)
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
-def test_7_in_diffusers_a_deep_copy_fails(checkpoint: Checkpoints, tmp_path: Path) -> None:
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
+def test_diffusers_deep_copy_fails(checkpoint: Checkpoints, tmp_path: Path) -> None:
     model = pipelines.load("llama", checkpoint("llama"))
     diffusers_offload(model, tmp_path)
     with pytest.raises(TypeError):
@@ -200,20 +201,20 @@ def channels_last_autoencoder(checkpoint: Checkpoints) -> Any:
     return vae.to(memory_format=torch.channels_last)
 
 
-def turned_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def channels_last_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {n: p for n, p in model.named_parameters() if not p.is_contiguous()}
 
 
 @ON_BOTH
 @torch.no_grad()
-def test_7_channels_last_weights_are_written_once_and_keep_their_strides(
+def test_channels_last_weights_are_written_once_with_strides(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
     latents = torch.randn(1, 4, 8, 8, dtype=pipelines.DTYPE)
     expected = channels_last_autoencoder(checkpoint).to(device).decode(latents.to(device)).sample
     vae = channels_last_autoencoder(checkpoint)
-    strides = {name: weight.stride() for name, weight in turned_weights(vae).items()}
-    nbytes = sum(weight.nbytes for weight in turned_weights(vae).values())
+    strides = {name: weight.stride() for name, weight in channels_last_weights(vae).items()}
+    nbytes = sum(weight.nbytes for weight in channels_last_weights(vae).values())
     assert nbytes > pipelines.weight_bytes(vae) / 2
     shown: dict[str, tuple[int, ...]] = {}
     for name, module in vae.named_modules():
@@ -223,7 +224,7 @@ def test_7_channels_last_weights_are_written_once_and_keep_their_strides(
             )
     with a_third_of(vae, disk_dir, device) as store, enable_group_offload(vae, store):
         assert nbytes <= store.stats().bytes_written
-        assert {n: w.stride() for n, w in turned_weights(vae).items()} == strides
+        assert {n: w.stride() for n, w in channels_last_weights(vae).items()} == strides
         assert torch.equal(vae.decode(latents).sample.cpu(), expected.cpu())
         assert shown and all(strides[f"{name}.weight"] == found for name, found in shown.items())
     with a_third_of(vae, disk_dir, device) as store, enable_group_offload(vae, store):
@@ -231,7 +232,7 @@ def test_7_channels_last_weights_are_written_once_and_keep_their_strides(
         assert store.stats().bytes_written == 0
 
 
-@pytest.mark.full("shows what another library does wrong; that tierstore does not is tested always")
-def test_7_in_diffusers_channels_last_fails(checkpoint: Checkpoints, tmp_path: Path) -> None:
+@pytest.mark.full("shows another library's fault; tierstore's behaviour is in the default lane")
+def test_diffusers_channels_last_fails(checkpoint: Checkpoints, tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         diffusers_offload(channels_last_autoencoder(checkpoint), tmp_path)

@@ -39,7 +39,7 @@ class TestLearnedOrderWithAShortMemory(ScheduleConformance):
 
 
 class Faulty:
-    """A right policy, for others to get wrong."""
+    """A correct policy, for subclasses to break."""
 
     def __init__(self) -> None:
         self.right: Policy = RankingPolicy(LeastRecentlyUsed())
@@ -57,8 +57,8 @@ class Faulty:
         return self.right.victims(tier, rival)
 
 
-class RefusesRoom(Faulty):
-    """Gives a demand no room beyond what it would give a prefetch: a deadlock."""
+class DeniesSpace(Faulty):
+    """Denies a demand the space that it would deny a prefetch: a deadlock."""
 
     def victims(self, tier: Tier, rival: GroupId | None) -> Iterator[GroupId]:
         return iter(list(super().victims(tier, rival))[1:])
@@ -75,13 +75,13 @@ class PushesItselfOut(Faulty):
         return super().victims(tier, None)
 
 
-class KeepsWhatIsGone(Faulty):
+class KeepsDroppedCopies(Faulty):
     def dropped(self, group: GroupId, tier: Tier) -> None:
         pass
 
 
-class LooksAsItGoes(Faulty):
-    """Looks through what may change meanwhile."""
+class IteratesLive(Faulty):
+    """Iterates over a set that may change meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,14 +100,14 @@ class LooksAsItGoes(Faulty):
 @pytest.mark.parametrize(
     ("fault", "caught"),
     [
-        (RefusesRoom, "test_every_copy_on_a_tier_is_a_victim_sooner_or_later"),
-        (NeverEnds, "test_every_copy_on_a_tier_is_a_victim_sooner_or_later"),
-        (PushesItselfOut, "test_every_copy_on_a_tier_is_a_victim_sooner_or_later"),
-        (KeepsWhatIsGone, "test_what_was_dropped_is_no_victim_and_may_come_back"),
-        (LooksAsItGoes, "test_victims_may_be_dropped_while_they_are_looked_through"),
+        (DeniesSpace, "test_every_copy_on_a_tier_is_eventually_a_victim"),
+        (NeverEnds, "test_every_copy_on_a_tier_is_eventually_a_victim"),
+        (PushesItselfOut, "test_every_copy_on_a_tier_is_eventually_a_victim"),
+        (KeepsDroppedCopies, "test_dropped_copy_is_no_victim_and_may_be_admitted_again"),
+        (IteratesLive, "test_victims_may_be_dropped_during_iteration"),
     ],
 )
-def test_a_policy_that_breaks_a_rule_is_caught(fault: type[Faulty], caught: str) -> None:
+def test_policy_that_breaks_a_rule_fails(fault: type[Faulty], caught: str) -> None:
     class Suite(PolicyConformance):
         def make(self, schedule: LearnedOrder) -> Policy:
             return fault()
@@ -125,7 +125,7 @@ class KnowsNothing(LearnedOrder):
         pass
 
 
-class TellsTooMuch(LearnedOrder):
+class ReturnsTooMuch(LearnedOrder):
     def upcoming(self, count: int) -> Iterator[str]:
         return super().upcoming(count + 5)
 
@@ -140,25 +140,25 @@ class KeepsKeys(KnownKeys):
         pass
 
 
-class ForgetsNobody(LearnedOrder):
+class ForgetsNothing(LearnedOrder):
     def __init__(self) -> None:
         super().__init__(known=KeepsKeys())
 
 
 class Waits(KnownKeys):
-    def expect_not(self, key: str) -> None:
+    def cancel_prefetch(self, key: str) -> None:
         pass
 
 
-class WaitsInVain(LearnedOrder):
+class WaitsForever(LearnedOrder):
     def __init__(self) -> None:
         super().__init__(known=Waits())
 
 
 @pytest.mark.parametrize(
-    "fault", [KnowsNothing, TellsTooMuch, CountsBackwards, ForgetsNobody, WaitsInVain]
+    "fault", [KnowsNothing, ReturnsTooMuch, CountsBackwards, ForgetsNothing, WaitsForever]
 )
-def test_a_schedule_that_breaks_a_rule_is_caught(fault: type[LearnedOrder]) -> None:
+def test_schedule_that_breaks_a_rule_fails(fault: type[LearnedOrder]) -> None:
     class Suite(ScheduleConformance):
         def make(self) -> LearnedOrder:
             return fault()
@@ -167,7 +167,7 @@ def test_a_schedule_that_breaks_a_rule_is_caught(fault: type[LearnedOrder]) -> N
 
 
 def failures(suite: PolicyConformance | ScheduleConformance) -> list[str]:
-    """The tests of a suite that fail; those with parameters get their first value."""
+    """Return the failing tests of a suite; those with parameters get their first value."""
     failed = []
     for name in dir(suite):
         if not name.startswith("test_"):

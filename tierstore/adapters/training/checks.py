@@ -1,4 +1,4 @@
-"""What a model cannot be trained on a store with."""
+"""Argument checks of OffloadModel, and detection of other parallel wrappers."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from tierstore.adapters.training.sharded import sharded_modules
 from tierstore.store import TierStore
 
 # DistributedDataParallel and FSDP1 own the parameters and gradients of a model, and so does an
-# OffloadModel. Whoever comes second would find tensors that the other one moves, without any error.
-# FSDP2 asks for what it moves: see `tierstore.adapters.training.sharded`.
+# OffloadModel. Combined, each would silently move tensors that the other one uses. FSDP2 has hooks
+# for the tensors that it gathers: see `tierstore.adapters.training.sharded`.
 ADVICE = (
-    "which keeps parameters and gradients of its own: to train on stores in several processes, "
+    "which owns the parameters and gradients itself: to train on stores in several processes, "
     "apply torch.distributed.fsdp.fully_shard to the module before OffloadModel(module, store); "
-    "its mesh says whether each process has a shard, or, as with DistributedDataParallel, all"
+    "its mesh decides whether each process holds a shard or, as with DistributedDataParallel, "
+    "a full replica"
 )
 _SPREADING = ("torch.nn.parallel.", "torch.distributed.fsdp.")
 
 
-def refuse_arguments(
+def check_training_arguments(
     module: nn.Module,
     store: TierStore,
     device: torch.device | str | None,
     num_slices: int | None,
     num_microbatches: int,
 ) -> None:
-    """Raise ValueError for arguments of an OffloadModel that cannot be."""
+    """Raise ValueError for invalid arguments of OffloadModel."""
     if device is not None and _with_index(torch.device(device)) != _with_index(store.device):
         raise ValueError(
             f"device={device!s}, but the store serves {store.device}: open the store with "
@@ -38,9 +39,9 @@ def refuse_arguments(
         )
     for name, value in (("num_slices", num_slices), ("num_microbatches", num_microbatches)):
         if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name}={value!r} is no positive whole number")
+            raise ValueError(f"{name}={value!r} is not a positive integer: pass 1 or more")
     check_not_offloaded(type(module).__name__, module)
-    if (library := _spread_by(module)) is not None:
+    if (library := _parallel_wrapper_of(module)) is not None:
         raise ValueError(f"{type(module).__name__} is in {library}, {ADVICE}")
     for name, parameter in named_parameters_of(module):
         if parameter.device.type == "meta":
@@ -50,10 +51,10 @@ def refuse_arguments(
             )
 
 
-def _spread_by(module: nn.Module) -> str | None:
-    """What a part of a model is wrapped in that spreads it over devices or processes: a class.
+def _parallel_wrapper_of(module: nn.Module) -> str | None:
+    """Return the name of a data-parallel wrapper class around a part of the model, or None.
 
-    It is known by where it is defined, so that nothing is imported for that.
+    Classes are recognised by the name of their module, so torch.distributed is not imported.
     """
     sharded = set(sharded_modules(module))
     kinds = dict.fromkeys(type(part) for part in modules_of(module) if part not in sharded)
@@ -69,14 +70,16 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
-def refuse_spread_later(module: nn.Module, before: Iterable[nn.Module]) -> None:
-    """Raise RuntimeError if a model in training on a store was spread over processes since. To
-    these parts of it, `fully_shard` had been applied `before` it was."""
+def check_not_spread_later(module: nn.Module, before: Iterable[nn.Module]) -> None:
+    """Raise RuntimeError if an OffloadModel was sharded or wrapped after its construction.
+
+    `before` lists the modules to which `fully_shard` had been applied by then.
+    """
     later = set(sharded_modules(module)).difference(before)
     if later:
         raise RuntimeError(
-            f"fully_shard was applied to a part of a model in training on a store "
+            f"fully_shard was applied to a part of an OffloadModel "
             f"({type(later.pop()).__name__}): apply it before OffloadModel(module, store)"
         )
-    if (library := _spread_by(module)) is not None:
-        raise RuntimeError(f"a model in training on a store was given to {library} later, {ADVICE}")
+    if (library := _parallel_wrapper_of(module)) is not None:
+        raise RuntimeError(f"an OffloadModel was wrapped in {library}, {ADVICE}")

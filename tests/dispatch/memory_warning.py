@@ -1,6 +1,6 @@
-"""Puts a model of 400 MB on a store, and prints the warnings that come of it.
+"""Put a model of 400 MB on a store, and print the resulting warnings.
 
-python -m tests.dispatch.warned HOW FILE DISK_DIR
+python -m tests.dispatch.memory_warning HOW FILE DISK_DIR
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NBYTES = 100 * 1000 * 1000 * 4
 
 
 def loaded(how: str, file: str) -> nn.Module:
-    """The model: in memory, or a map of a file."""
+    """Load the model: in memory, or as a map of a file."""
     with torch.device("meta" if how == "mapped" else "cpu"):
         model = nn.Sequential(*(nn.Linear(1000, 1000, bias=False) for _ in range(100)))
     if how == "mapped":
@@ -38,8 +38,10 @@ def main(how: str, file: str, disk_dir: str) -> None:
     ):
         warnings.simplefilter("always")
         offload(model, store)
-    told = [str(each.message) for each in caught if "tierstore" in str(each.message)]
-    print("RESULT " + json.dumps({"told": told, "where": [each.filename for each in caught]}))
+    messages = [str(each.message) for each in caught if "tierstore" in str(each.message)]
+    print(
+        "RESULT " + json.dumps({"messages": messages, "where": [each.filename for each in caught]})
+    )
 
 
 if __name__ == "__main__":

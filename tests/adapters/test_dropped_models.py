@@ -1,4 +1,4 @@
-"""A model that is gone, or an ordinary one again, leaves nothing behind in a store that goes on."""
+"""A model that is dropped or disabled leaves nothing behind in its store."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from tests.accelerator import ACCELERATOR, DEVICES, pretend
-from tests.adapters.test_unknown_kinds import NBYTES, Mixed
-from tests.adapters.test_unknown_kinds import X as MIXED_X
+from tests.adapters.test_unsupported_weights import NBYTES, Mixed
+from tests.adapters.test_unsupported_weights import X as MIXED_X
 from tests.helpers.engine import core_of
 from tests.helpers.tensors import parameter_bytes
 from tests.store.helpers import PAGE, open_store, pages, wait_until
@@ -104,7 +104,10 @@ def store(request: pytest.FixtureRequest, disk_dir: Path) -> Iterator[TierStore]
 
 
 def in_memory(store: TierStore) -> dict[str, int]:
-    """The bytes of memory that a store has, by tier: of slots, or of pages that wait for one."""
+    """Return the bytes of memory that a store holds, by tier.
+
+    Counts slots, and pages kept for one.
+    """
     tiers = core_of(store).tiers
     arenas = {tier.tier.name: tier.arena for tier in (tiers.top, tiers.host)}
     pages = {name: getattr(arena.make, "__self__", None) for name, arena in arenas.items()}
@@ -115,13 +118,13 @@ def in_memory(store: TierStore) -> dict[str, int]:
 
 
 def assert_nothing_is_left(store: TierStore) -> None:
-    """No group has any memory but those that are counted: files of weights that are still shown.
+    """Check that no group holds memory except the files of weights that are still shown.
 
-    Host memory goes beside the calls, and with the files.
+    Host memory is freed beside the calls, and with the files.
     """
     used = store.stats().used_bytes
     assert not used.get("DEVICE") and not in_memory(store).get("DEVICE")
-    assert not list(core_of(store).tiers.top.left)
+    assert not list(core_of(store).tiers.top.detached)
     wait_until(lambda: in_memory(store)["HOST"] <= used_in_host(store), "memory is kept")
 
 
@@ -130,20 +133,20 @@ def used_in_host(store: TierStore) -> int:
 
 
 def drop(models: list[Any]) -> None:
-    """A thread of autograd lets go of the last backward pass when it gets to it."""
+    """Drop the models, and wait until a thread of autograd has freed its last backward pass."""
     references = [weakref.ref(each) for each in models]
     models.clear()
 
-    def gone() -> bool:
+    def is_dropped() -> bool:
         gc.collect()
         return all(reference() is None for reference in references)
 
-    wait_until(gone, "somebody has the model")
+    wait_until(is_dropped, "the model is still referenced")
 
 
-@pytest.mark.full("the model, how it goes", keep="a third")
+@pytest.mark.full("the model, the way to drop it", keep="a third")
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
-def test_a_model_that_is_gone_leaves_nothing(
+def test_dropped_model_leaves_no_memory(
     make: Callable[[TierStore], list[Any]], store: TierStore
 ) -> None:
     hooks = set(torch_optimizer._global_optimizer_pre_hooks)
@@ -151,7 +154,7 @@ def test_a_model_that_is_gone_leaves_nothing(
     before = store.stats().budget_bytes
     models = make(store)
     taken = in_memory(store)
-    assert all(taken.values()), "there is nothing to give back"
+    assert all(taken.values()), "there is no memory to release"
     groups = store.snapshot().groups
     staying = sum(group.nbytes for group in groups if is_resident(group.key))
     drop(models)
@@ -186,17 +189,17 @@ def disabled_training(store: TierStore) -> Callable[[], object]:
 
 @pytest.mark.full("the control of each model", keep="a third")
 @pytest.mark.parametrize("begin", [undone_dispatch, disabled_handle, disabled_training])
-def test_an_ordinary_model_leaves_nothing(
+def test_disabled_model_leaves_no_memory(
     begin: Callable[[TierStore], Callable[[], object]], store: TierStore
 ) -> None:
     end = begin(store)
-    assert all(in_memory(store).values()), "there is nothing to give back"
+    assert all(in_memory(store).values()), "there is no memory to release"
     end()
     assert_nothing_is_left(store)
 
 
 @pytest.mark.pretend_only("bytes")
-def test_memory_of_the_device_is_free_with_the_model(disk_dir: Path) -> None:
+def test_dropped_model_frees_device_and_pinned_memory(disk_dir: Path) -> None:
     with open_store(disk_dir, 24 * WEIGHT, ACCELERATOR) as store:
         before = pretend.memory_allocated(), pretend.pinned_bytes()
         models = dispatched(store)
@@ -204,59 +207,59 @@ def test_memory_of_the_device_is_free_with_the_model(disk_dir: Path) -> None:
         assert pretend.memory_allocated() > before[0] + 6 * WEIGHT
         assert pretend.pinned_bytes() > before[1] + WEIGHT
         drop(models)
-        assert pretend.memory_allocated() <= before[0] + PAGE, "of what stays on the device"
+        assert pretend.memory_allocated() <= before[0] + PAGE, "of resident tensors"
         assert_nothing_is_left(store)
         assert pretend.memory_allocated() <= before[0]
         wait_until(lambda: pretend.pinned_bytes() - before[1] <= used_in_host(store), "it is kept")
 
 
-def test_others_go_on_beside_a_model_that_goes(store: TierStore) -> None:
-    """The control: what is in use stays, and no other model has its values changed."""
-    gone, (stays,) = dispatched(store), dispatched(store)
+def test_dropped_model_leaves_other_models_unchanged(store: TierStore) -> None:
+    """The control: memory in use stays, and no other model's values change."""
+    is_dropped, (stays,) = dispatched(store), dispatched(store)
     expected = run(build())
     read = store.stats().bytes_read
-    drop(gone)
+    drop(is_dropped)
     assert torch.equal(run(stays), expected)
     assert store.stats().used_bytes[core_of(store).tiers.top.tier.name] >= parameter_bytes(stays)
-    assert store.stats().bytes_read == read, "weights of a model that stays were given up"
+    assert store.stats().bytes_read == read, "weights of the other model were evicted"
 
 
-def test_memory_is_kept_while_a_model_runs(disk_dir: Path) -> None:
-    """The control: nothing is given back between the groups of a model that does not fit."""
+def test_running_model_keeps_its_memory(disk_dir: Path) -> None:
+    """The control: no memory is released between the groups of a model that does not fit."""
     with open_store(disk_dir, 5 * WEIGHT, ACCELERATOR) as store:
-        gone, (stays,) = dispatched(store), dispatched(store)
-        drop(gone)
-        for _ in range(6):  # by then its loop is followed, in memory that was made for it
+        is_dropped, (stays,) = dispatched(store), dispatched(store)
+        drop(is_dropped)
+        for _ in range(6):  # by then its loop is followed, in memory made for it
             run(stays)
         arena = core_of(store).tiers.top.arena
-        made, moved = arena.made, store.stats().bytes_onloaded
+        made, moved = arena.allocations, store.stats().bytes_onloaded
         for _ in range(3):
             run(stays)
         assert store.stats().bytes_onloaded > moved + 3 * WEIGHT
-        assert arena.made == made
+        assert arena.allocations == made
 
 
-def test_a_model_that_goes_in_the_middle_is_next(store: TierStore) -> None:
-    """A finalizer that runs in a critical section cannot do it: the next call does."""
+def test_model_dropped_in_a_critical_section_is_freed_later(store: TierStore) -> None:
+    """A finalizer that runs in a critical section cannot free it: the next call does."""
     models = dispatched(store)
     under(core_of(store).lock, lambda: (models.clear(), gc.collect()))
-    assert all(in_memory(store).values()), "it was done in the middle of something"
+    assert all(in_memory(store).values()), "it was freed in the critical section"
     store.stats()
     assert_nothing_is_left(store)
 
 
-def test_a_model_that_goes_on_another_thread_is_next(store: TierStore) -> None:
+def test_model_dropped_on_another_thread_is_freed_later(store: TierStore) -> None:
     models = dispatched(store)
     has, over = threading.Event(), threading.Event()
 
-    def keep_the_lock() -> None:
+    def hold_the_lock() -> None:
         under(core_of(store).lock, lambda: (has.set(), over.wait(20)))
 
-    thread = threading.Thread(target=keep_the_lock)
+    thread = threading.Thread(target=hold_the_lock)
     thread.start()
     assert has.wait(20)
     models.clear()
-    gc.collect()  # waits for nobody
+    gc.collect()  # does not wait
     assert all(in_memory(store).values())
     over.set()
     thread.join()
@@ -264,7 +267,7 @@ def test_a_model_that_goes_on_another_thread_is_next(store: TierStore) -> None:
     assert_nothing_is_left(store)
 
 
-def test_a_view_outlives_its_model_and_then_goes(store: TierStore) -> None:
+def test_view_outlives_its_model_and_is_then_freed(store: TierStore) -> None:
     views: list[torch.Tensor] = []
 
     class Keeping(nn.Linear):
@@ -279,17 +282,17 @@ def test_a_view_outlives_its_model_and_then_goes(store: TierStore) -> None:
     run(model)
     del model
     gc.collect()
-    store.put("other", pages(1.0))  # a call, and memory that is wanted
+    store.put("other", pages(1.0))  # a call that needs memory
     assert torch.equal(views[0].cpu(), true)
-    left = core_of(store).tiers.top.left
+    left = core_of(store).tiers.top.detached
     wait_until(lambda: list(left) != [], "the view has no memory")
     views.clear()
     store.stats()
     wait_until(lambda: list(left) == [], "its memory is kept")
 
 
-def test_the_budget_is_whole_again_without_a_model(disk_dir: Path) -> None:
-    """A weight of a kind that no store takes made it smaller."""
+def test_dropped_model_restores_the_budget(disk_dir: Path) -> None:
+    """A weight of a type that cannot be stored had reduced it."""
     with open_store(disk_dir, 1 << 20) as store:
         before = store.stats().budget_bytes
         model = dispatch_model(Mixed(), store)

@@ -1,4 +1,4 @@
-"""The uses that are foreseen at one moment, and when each of them comes."""
+"""The uses expected at one moment, and when each of them comes."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ import numpy.typing as npt
 from tierstore.plan.matching import Numbers
 
 NEAR = 1
-"""A group that is missing and comes within so many uses of a stream is fetched in any case."""
+"""A missing group that a stream needs within this many uses is fetched in any case."""
 
 Seconds = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Foreseen:
-    """Uses that are foreseen, soonest first: so many of them are `near`, and so many as `sure` as
-    what the caller names. Of several streams, each is
-    `until` so many seconds from now, in one of the `streams`, or in none (negative). Of one, it
-    comes after the computing of those before it."""
+class ExpectedUses:
+    """Expected uses, by number of the group, soonest first.
+
+    The first `near` uses are imminent, and `sure` of them are as certain as a prefetch call. If
+    there are several streams, `until` has the seconds until each use, and `streams` the stream of
+    each (negative: none). If there is one, both are None: each use comes after the computing of
+    those before it.
+    """
 
     numbers: Numbers
     until: Seconds | None = None
@@ -31,12 +34,12 @@ class Foreseen:
     sure: int = 0
 
     def of_streams_of(self, stuck: Collection[int]) -> npt.NDArray[np.bool_]:
-        """Which uses are of the streams that use one of these groups."""
+        """Return a mask of the uses in streams that also use one of these groups."""
         if self.streams is None or not stuck:
             return np.zeros(len(self.numbers), dtype=np.bool_)
         return np.isin(self.streams, self.streams[np.isin(self.numbers, list(stuck))])
 
 
 def values_of(array: npt.NDArray[Any], numbers: Numbers) -> npt.NDArray[Any]:
-    """An array's values at these numbers. Of who never was known, they are those of nobody."""
+    """Return an array's values at these numbers; unknown numbers get the last value."""
     return array.take(numbers, None, None, "clip")

@@ -1,4 +1,4 @@
-"""From tensors, or a checkpoint's files, to groups whose bytes stay where they are."""
+"""Describe groups whose bytes stay in the files that already hold them."""
 
 from __future__ import annotations
 
@@ -29,24 +29,25 @@ from tierstore.model.groups import (
 from tierstore.model.objects import StoredObject
 from tierstore.system.files import FileStamp, transfer_error
 from tierstore.system.maps import AddressSpace, map_file
-from tierstore.system.views import DTYPES, blocks_of, dtype_name, show_block
+from tierstore.system.views import DTYPES, block_tensors, blocks_of, dtype_name
 
 WEIGHTS = "weights/"
-"""Objects under this prefix hold weights that no checkpoint holds, named by their content."""
+"""Prefix of object files with weights that no checkpoint has, named by content."""
 
 
 CASTS = "casts/"
-"""Objects under this prefix tell the content of what was cast from a checkpoint's bytes, so that it
-is found again without those being read."""
+"""Prefix of notes: small object files that map a derivation to the content hash of its result.
+
+With a note, weights derived from a checkpoint are found again without reading the checkpoint."""
 
 CONTENT = "content"
-"""The name of the one tensor in objects under `CASTS`."""
+"""Name of the only tensor in a note: the content hash, as 16 uint8 values."""
 
 
 class ObjectReference:
-    """Keeps an object file of the store's: see `ObjectReferences`. It ends with its last user.
+    """Keeps an object file of the store while the reference is alive: see `ObjectReferences`.
 
-    Weights that were derived from a checkpoint keep the `note` that tells of them.
+    For weights derived from a checkpoint, it also keeps the `note` that leads to them.
     """
 
     __slots__ = ("__weakref__", "key", "note")
@@ -57,24 +58,24 @@ class ObjectReference:
 
 
 @dataclass(frozen=True)
-class KeptObject:
-    """An object file that is there for as long as the `reference` is; None: for good."""
+class ObjectFile:
+    """An object file, which exists as long as `reference` is alive (None: permanently)."""
 
     path: str
     stored: StoredObject
     reference: ObjectReference | None = None
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Its tensors as copy-on-write maps, which keep the file, too."""
+        """Return its tensors as copy-on-write maps, which also keep the file."""
         return object_views(self.path, self.stored, self.reference)
 
 
 @dataclass(frozen=True)
-class Unadopted:
-    """Tensors that are not in files as they are wanted.
+class TensorsToWrite:
+    """Tensors that no file holds in the required form, so that they have to be written.
 
-    `casts` has the dtypes that some of them are wanted in. `derivation` names the bytes of files
-    that all of them come from, and what they are cast to; None if some come from elsewhere.
+    `casts` gives the required dtype of tensors that are cast. `derivation` identifies the source
+    bytes of all tensors and their casts, or is None if a tensor is not mapped from a file.
     """
 
     tensors: Mapping[str, torch.Tensor]
@@ -82,15 +83,15 @@ class Unadopted:
     derivation: str | None
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The dtype that a tensor is wanted in."""
+        """Return the required dtype of a tensor."""
         return self.casts.get(name, self.tensors[name].dtype)
 
     def values(self) -> dict[str, torch.Tensor]:
-        """The tensors as they are wanted."""
+        """Return the tensors in their required dtypes."""
         return {name: tensor.to(self.dtype_of(name)) for name, tensor in self.tensors.items()}
 
-    def is_as(self, stored: StoredObject) -> bool:
-        """Whether a file holds tensors like these."""
+    def matches(self, stored: StoredObject) -> bool:
+        """Return True if an object file has tensors of these names, dtypes and shapes."""
         views = [view for block in stored.packing.blocks for view in block.views]
         return {v.name: (DTYPES[v.dtype], v.shape) for v in views} == {
             name: (self.dtype_of(name), tuple(tensor.shape))
@@ -98,28 +99,28 @@ class Unadopted:
         }
 
 
-WriteOnce = Callable[[Unadopted], KeptObject]
+WriteOnce = Callable[[TensorsToWrite], ObjectFile]
 ReferenceTo = Callable[[str], ObjectReference | None]
 
 
 @dataclass(frozen=True)
-class Adoption:
-    """A group made of tensors that lie in files.
+class InPlaceGroup:
+    """A group of tensors that are stored in files.
 
-    `homes` shows each tensor's true value on the CPU without taking memory; `stamps` is what the
-    files look like now.
+    `host_views` are CPU tensors with the same values, mapped from the files. `stamps` are the
+    current stamps of the files, by path.
     """
 
     spec: GroupSpec
     source: Source
-    homes: dict[str, torch.Tensor]
+    host_views: dict[str, torch.Tensor]
     stamps: dict[str, FileStamp]
 
 
 def checkpoint_groups(
     files: list[CheckpointFile], prefix: str, groups: Mapping[str, Iterable[str]] | None
 ) -> dict[str, tuple[GroupSpec, Source]]:
-    """The groups of a checkpoint by key: one for each tensor, or as `groups` says."""
+    """Return the groups of a checkpoint by key: one for each tensor, or those of `groups`."""
     tensors = {tensor.name: tensor for file in files for tensor in file.tensors}
     wanted = {name: [name] for name in tensors} if groups is None else groups
     found = {}
@@ -136,15 +137,19 @@ def checkpoint_groups(
     return found
 
 
-def adopt(
+def describe_in_place(
     tensors: Mapping[str, torch.Tensor],
     space: AddressSpace,
     write_once: WriteOnce,
     casts: Mapping[str, torch.dtype],
     reference_to: ReferenceTo,
-) -> Adoption:
-    """Find the file bytes behind each tensor; have `write_once` put the rest into a file, and what
-    is to be cast. `reference_to` keeps the file at a path, if that is an object of the store's."""
+) -> InPlaceGroup:
+    """Describe tensors as a group in files.
+
+    Finds the file bytes behind each tensor. Tensors that are not mapped from a file, or that are
+    cast, are written by `write_once`. `reference_to` returns a reference to the file at a path if
+    it is an object file of the store. Raises StaleCheckpointError if a file changes meanwhile.
+    """
     found = {name: _file_tensor(name, tensor, space) for name, tensor in tensors.items()}
     rest = {
         name: tensor.detach()
@@ -152,21 +157,20 @@ def adopt(
         if found[name] is None or name in casts
     }
     if rest and len(rest) < len(tensors):
-        # Tensors that this store has written go together again, so that their object is found.
+        # Tensors that this store has written stay together, so that their object file is found.
         rest |= {
             name: tensors[name].detach()
             for name, file in found.items()
             if file is not None and reference_to(file.extent.path) is not None
         }
-        _take_what_overlaps(tensors, rest)
+        _add_overlapping(tensors, rest)
     in_files = [file for name, file in found.items() if file is not None and name not in rest]
     stamps = {path: stamp_of(path) for path in {t.extent.path for t in in_files}}
-    homes = _maps_of(in_files, reference_to)
+    host_views = _maps_of(in_files, reference_to)
     for path, stamp in stamps.items():
         if stamp_of(path) != stamp:
             raise StaleCheckpointError(
-                f"{path} was changed while it was put on a store: load it again when it is "
-                "complete",
+                f"{path} was modified while it was registered: load it again when it is complete",
                 path=path,
             )
     placement = place(in_files)
@@ -175,20 +179,20 @@ def adopt(
     end = placement.end
     if rest:
         derivation = _derivation([found[name] for name in rest], casts) if casts else None
-        kept = write_once(Unadopted(rest, casts, derivation))
+        kept = write_once(TensorsToWrite(rest, casts, derivation))
         written = kept.stored.source(kept.path, end)
         specs += kept.stored.packing.specs(end)
         segments, moves = segments + written.segments, moves + written.moves
         checks = written.checks
         end += kept.stored.packing.nbytes
-        homes.update(kept.views())
+        host_views.update(kept.views())
     by_name = {spec.name: spec for spec in specs}
     spec = group_of("", [by_name[name] for name in tensors], end)
-    return Adoption(spec, Source(segments, moves, checks), homes, stamps)
+    return InPlaceGroup(spec, Source(segments, moves, checks), host_views, stamps)
 
 
-def _take_what_overlaps(tensors: Mapping[str, torch.Tensor], rest: dict[str, torch.Tensor]) -> None:
-    """Add the tensors to `rest` that share memory with those in it, as they go on sharing it."""
+def _add_overlapping(tensors: Mapping[str, torch.Tensor], rest: dict[str, torch.Tensor]) -> None:
+    """Add to `rest` the tensors that share memory with those in it: sharing is preserved."""
     for block, _ in blocks_of(tensors):
         names = [view.name for view in block.views]
         if not rest.keys().isdisjoint(names):
@@ -198,7 +202,7 @@ def _take_what_overlaps(tensors: Mapping[str, torch.Tensor], rest: dict[str, tor
 def _derivation(
     sources: Iterable[FileTensor | None], casts: Mapping[str, torch.dtype]
 ) -> str | None:
-    """A name for what these bytes of files, as the files are now, are when they are cast."""
+    """Return an identifier of these source bytes and casts, or None if a source is not a file."""
     described = []
     stamps: dict[str, FileStamp] = {}
     for source in sources:
@@ -212,35 +216,38 @@ def _derivation(
 
 
 def derivation_of(
-    tensors: Mapping[str, torch.Tensor], casts: Mapping[str, torch.dtype], made: str
+    tensors: Mapping[str, torch.Tensor], casts: Mapping[str, torch.dtype], recipe: str
 ) -> str | None:
-    """A name for what is made of tensors that show bytes of files, after they are cast; `made`
-    says how. None if some of them show no file."""
+    """Return an identifier for the result of a derivation from tensors that are mapped from files.
+
+    `casts` are applied first; `recipe` identifies the derivation after that. Returns None if a
+    tensor is not mapped from a file.
+    """
     space = AddressSpace()
     sources = [_file_tensor(name, tensor, space) for name, tensor in tensors.items()]
     derived = _derivation(sources, casts)
-    return None if derived is None else hashlib.sha256((derived + made).encode()).hexdigest()[:32]
+    return None if derived is None else hashlib.sha256((derived + recipe).encode()).hexdigest()[:32]
 
 
 def _maps_of(found: list[FileTensor], reference_to: ReferenceTo) -> dict[str, torch.Tensor]:
-    """The tensors as copy-on-write maps of their files that nobody else has.
+    """Return the tensors as separate copy-on-write maps of their files.
 
-    A page that is written to is copied, and the copy stays as long as the map. These go when the
-    group does; what a checkpoint was loaded as is often one map for all groups.
+    A page that is written to is copied, and the copy lives as long as the map. These maps end with
+    the group, while a loaded checkpoint is often one map for all groups.
     """
-    homes = {}
+    host_views = {}
     for path, start, stop, members in file_ranges(found):
         mapped = map_file(path, start, stop - start)
         _keep_while_mapped(mapped, reference_to(path))
         for block in _overlapping(members):
             first = block[0].extent.offset
             specs = [placed(tensor, tensor.extent.offset - first) for tensor in block]
-            homes.update(show_block(specs, mapped, first - start))
-    return homes
+            host_views.update(block_tensors(specs, mapped, first - start))
+    return host_views
 
 
 def _overlapping(members: list[FileTensor]) -> list[list[FileTensor]]:
-    """Tensors of a file, in their order there, those together that share bytes."""
+    """Return the tensors of a file in file order, in lists of those that share bytes."""
     blocks: list[list[FileTensor]] = []
     end = -1
     for tensor in members:
@@ -253,7 +260,7 @@ def _overlapping(members: list[FileTensor]) -> list[list[FileTensor]]:
 
 
 def stamp_of(path: str) -> FileStamp:
-    """What a file looks like now. Raises TransferError."""
+    """Return the current stamp of a file. Raises TransferError."""
     try:
         return FileStamp.of(os.stat(path))
     except OSError as error:
@@ -264,7 +271,7 @@ def _file_tensor(name: str, tensor: torch.Tensor, space: AddressSpace) -> FileTe
     if (
         tensor.device.type != "cpu"
         or not tensor.is_contiguous()
-        or tensor.is_conj()  # then the bytes are not the value
+        or tensor.is_conj()  # its bytes differ from its value
         or tensor.is_neg()
         or hasattr(tensor, "__tensor_flatten__")
     ):
@@ -276,7 +283,7 @@ def _file_tensor(name: str, tensor: torch.Tensor, space: AddressSpace) -> FileTe
 
 
 def content_hash(tensors: Mapping[str, torch.Tensor]) -> str:
-    """Names, dtypes, shapes, strides and bytes of tensors as 32 hex digits."""
+    """Return a hash of the names, dtypes, shapes, strides and bytes of tensors: 32 hex digits."""
     description = []
     for block, data in blocks_of(tensors):
         views = [(v.name, v.dtype, v.shape, v.stride, v.offset) for v in block.views]
@@ -288,7 +295,7 @@ def content_hash(tensors: Mapping[str, torch.Tensor]) -> str:
 def object_views(
     path: str, stored: StoredObject, reference: ObjectReference | None = None
 ) -> dict[str, torch.Tensor]:
-    """The tensors of an object file as copy-on-write maps of it, which keep the `reference`."""
+    """Return the tensors of an object file as copy-on-write maps, which keep `reference` alive."""
     packing = stored.packing
     if not packing.dense_nbytes:
         return {v.name: _empty(v) for b in packing.blocks for v in b.views}
@@ -296,18 +303,18 @@ def object_views(
     _keep_while_mapped(mapped, reference)
     views = {}
     for block, dense in zip(packing.blocks, packing.dense, strict=True):
-        views.update(show_block(block.views, mapped, dense))
+        views.update(block_tensors(block.views, mapped, dense))
     return views
 
 
 def _keep_while_mapped(mapped: memoryview, reference: ObjectReference | None) -> None:
-    """Keep a reference until the last tensor that shows the memory has gone."""
+    """Keep a reference until the last tensor over the mapped memory is collected."""
     if reference is not None:
-        weakref.finalize(mapped, _nothing, reference).atexit = False
+        weakref.finalize(mapped, _no_op, reference).atexit = False
 
 
-def _nothing(_: ObjectReference) -> None:
-    """The reference ends with the finalizer that has it."""
+def _no_op(_: ObjectReference) -> None:
+    """Do nothing: the finalizer only holds the reference."""
 
 
 def _empty(view: TensorSpec) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Memory of weights that stays in RAM although they went to a store: something else shows it."""
+"""Detect weights whose old memory stays in RAM because something else still refers to it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tierstore.system.maps import AddressSpace
 logger = logging.getLogger("tierstore.adapters")
 
 
-class KeptMemory:
-    """Notes where tensors lie before they go to a store, and tells of what is kept of that after.
+class RetainedMemory:
+    """Records the memory of tensors that move to a store, and logs what is retained afterwards.
 
-    A view that was made when the model was built, or a `state_dict()`, keeps a weight's memory.
+    A view created when the model was built, or a `state_dict()`, retains a weight's memory.
     """
 
     def __init__(self, space: AddressSpace) -> None:
@@ -26,7 +26,7 @@ class KeptMemory:
         self._storages: dict[str, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def note(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """These are about to show other memory."""
+        """Record the current memory of tensors that are about to move."""
         for name, tensor in tensors.items():
             nbytes = tensor_bytes(tensor)
             in_ram = tensor.device.type == "cpu" and nbytes
@@ -34,13 +34,13 @@ class KeptMemory:
                 self._storages[name] = storage_reference(tensor), nbytes
 
     def log(self, model: str) -> None:
-        """Log what is kept, once for a model, if anything is."""
+        """Log a warning if any recorded memory is still retained."""
         kept = {name: n for name, (storage, n) in self._storages.items() if storage() is not None}
         if kept:
             logger.warning(
-                "%s: %s of %s (first: %s) stay in RAM beside the budgets, as something else shows "
-                "their memory: a view that was made in __init__, a state_dict(), an optimizer. Let "
-                "go of it, or keep a copy of what is needed",
+                "%s: %s of %s (first: %s) stay in RAM outside the budgets, as something else "
+                "refers to their memory: a view created in __init__, a state_dict(), an optimizer. "
+                "Delete it, or keep a copy of what is needed",
                 model,
                 size(sum(kept.values())),
                 count(len(kept), "weight"),

@@ -1,14 +1,14 @@
-"""Weights that are used without a call of their module: leased when an operation is given them.
+"""Lease weights on demand: weights that an operation uses without a call of their module.
 
-A module may use the weight of another one (`linear(x, self.head.weight)`), have its weights in a
-`ParameterList`, or have more of them than fit at once. Nothing calls the module that has such a
-weight at the right moment. While a `Touching` is on, every operation of torch is looked at before
-it runs: the weights of the model among its arguments that are away are leased for that operation,
-as a unit's are for its forward.
+A module may use the weight of another one (`linear(x, self.head.weight)`), keep its weights in a
+`ParameterList`, or have more weights than fit at once. No call of a module then marks the moment at
+which the weight is needed. While `OnDemandLeasing` is active, every torch operation is intercepted,
+and the model's weights among its arguments that are not on the device are leased for that
+operation, as a unit's weights are for its forward.
 
-To look at every operation takes time, so it is on only where it is needed: always, for a model with
-modules whose weights nothing else can bring in; else during the first call of each method by which
-a model is entered, and if that was given weights that were away, in later ones too.
+Interception costs time, so it is active only where needed: always, for a model with modules whose
+weights cannot be leased otherwise; else during the first call of each entry method of a model, and
+in later calls if the first one needed it.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ import torch
 from torch import nn
 
 from tierstore.adapters.binding import ParameterBinding
-from tierstore.adapters.codecs.memory import OF_THE_FORM
+from tierstore.adapters.codecs.memory import METADATA_METHODS
 from tierstore.adapters.contents import modules_of
 from tierstore.adapters.forward import (
     Arguments,
     ForwardRunner,
     MethodPatch,
-    calls_of,
+    entry_methods,
     run_within,
 )
 from tierstore.adapters.grouping import is_compiled
-from tierstore.adapters.operations import OperationMode, not_looked_at
+from tierstore.adapters.operations import OperationMode, without_interception
 from tierstore.adapters.unit_context import PassContext, UnitContext, UnitWeights
 from tierstore.errors import BudgetError
 from tierstore.model.formatting import first_of
@@ -48,12 +48,14 @@ if TYPE_CHECKING:
 _ENTRY = re.compile(r"(encode|decode)(_\w+)?|get_\w+_features")
 
 _FUSING = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-"""Modules that leave out their fused operations, and round otherwise, while operations are looked
-at. They use no weights but their own, and call the modules that they have."""
+"""Modules that skip their fused operations, and so round differently, under interception.
+
+They use only their own weights, and call their submodules.
+"""
 
 _VIEWS = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
-"""Attributes of a tensor that show its elements."""
-_NEED_NO_ELEMENTS = OF_THE_FORM | {
+"""Attributes of a tensor that give access to its elements."""
+_NEED_NO_ELEMENTS = METADATA_METHODS | {
     "__len__",
     "is_complex",
     "is_conj",
@@ -65,20 +67,22 @@ _NEED_NO_ELEMENTS = OF_THE_FORM | {
 }
 
 _ADVICE = (
-    "tierstore: {} may use a weight without a call of the module that has it, and that weight is "
-    "away. {}"
+    "tierstore: {} may use a weight that is not on the device, without a call of the module that "
+    "has it. {}"
 )
 _NEXT = {
     True: "Earlier calls of this method did not do so. From the next call on, such weights are "
-    "brought to the device, too: call it again",
-    False: "That is noticed where an operation of torch is given the weight, but not in functions "
-    "that are compiled: run them in tierstore.edit_weights(module), with the module that has it",
+    "loaded on demand: call it again",
+    False: "Weights passed to torch operations are loaded on demand, but not in compiled "
+    "functions: run these in tierstore.edit_weights(module), with the module that has the weight",
 }
 
 
 def other_entries(root: nn.Module) -> list[str]:
-    """The methods by which a model is entered, beside its forward: `encode` and `decode` of
-    autoencoders, `encode_image`, `get_text_features` and their like."""
+    """Return a model's entry methods besides its forward.
+
+    Examples are `encode` and `decode` of autoencoders, `encode_image` and `get_text_features`.
+    """
     names = dict.fromkeys([*dir(type(root)), *vars(root)])
     return [name for name in names if _ENTRY.fullmatch(name) and _is_method(root, name)]
 
@@ -92,10 +96,10 @@ def _is_method(root: nn.Module, name: str) -> bool:
 
 @dataclass(eq=False)
 class ModelEntry:
-    """A method by which a model, or a part of it, is entered.
+    """An entry method of a model, or of a part of it.
 
-    With `always`, modules in it need that all operations are looked at. `settled` is as of which
-    change of its methods it is known that nothing else does; -1 as long as it is not.
+    With `always`, modules inside it need interception. Otherwise, `settled` is the count of foreign
+    patches (`Attachment.patched`) at which a call was found not to need it; -1 if unknown.
     """
 
     owner: OffloadedModel
@@ -104,78 +108,80 @@ class ModelEntry:
     _units: dict[tuple[int, ...], UnitWeights] = field(default_factory=dict)
 
     def prepare(self, run: PassContext, patched: int) -> None:
-        """Have a call of it look at operations, if that is needed."""
-        touching = None
+        """Set up interception for a call, if it is needed."""
+        mode = None
         if self.always or self.settled != patched:
-            touching = run.touching = Touching(self.owner, self._units)
-        run.ended = functools.partial(self._ended, touching, patched)
+            mode = run.mode = OnDemandLeasing(self.owner, self._units)
+        run.on_end = functools.partial(self._ended, mode, patched)
 
-    def _ended(self, touching: Touching | None, patched: int, error: BaseException | None) -> None:
+    def _ended(
+        self, mode: OnDemandLeasing | None, patched: int, error: BaseException | None
+    ) -> None:
         if error is None:
-            if touching is not None and not touching.met:
+            if mode is not None and not mode.leased_any:
                 self.settled = patched
-        elif _is_of_devices(error) and self.owner.store.device.type != "cpu":
-            error.add_note(_ADVICE.format(type(self.owner.root).__name__, _NEXT[touching is None]))
+        elif _is_device_error(error) and self.owner.store.device.type != "cpu":
+            error.add_note(_ADVICE.format(type(self.owner.root).__name__, _NEXT[mode is None]))
             self.settled = -1
 
 
-def _is_of_devices(error: BaseException) -> bool:
+def _is_device_error(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "device" in str(error)
 
 
-class _Unseen:
-    """One run of a module in which operations are not looked at."""
+class _WithoutInterception:
+    """Context of one run of a module in which operations are not intercepted."""
 
     def __init__(self) -> None:
         self._context: AbstractContextManager[None] | None = None
 
     def begin(self) -> bool:
-        """Stop looking."""
-        self._context = not_looked_at()
+        """Pause interception."""
+        self._context = without_interception()
         self._context.__enter__()
         return True
 
     def finish(self, result: Any, given: Arguments) -> Any:
-        """Go on."""
+        """Resume interception, and return the result unchanged."""
         self.end()
         return result
 
     def end(self) -> None:
-        """Go on. May be repeated."""
+        """Resume interception. Can be repeated."""
         context, self._context = self._context, None
         if context is not None:
             context.__exit__(None, None, None)
 
 
-class Touching(OperationMode):
-    """Leases the weights of one model that operations are given, on one thread, while it is on.
+class OnDemandLeasing(OperationMode):
+    """Leases the weights of one model that operations use, on one thread, while it is active.
 
-    `met` tells whether there were any.
+    `leased_any` is True once an operation needed a lease.
     """
 
     def __init__(self, owner: OffloadedModel, units: dict[tuple[int, ...], UnitWeights]) -> None:
         super().__init__()
-        self.met = False
+        self.leased_any = False
         self._owner = owner
         self._units = units
-        self._unseen: list[MethodPatch] = []
+        self._pauses: list[MethodPatch] = []
 
     def begin(self) -> None:
-        """Lease from now on."""
+        """Start to intercept operations on this thread."""
         for module in modules_of(self._owner.root):
             if isinstance(module, _FUSING) or is_compiled(module):
                 compiled = getattr(module, COMPILED_CALL, None) is not None
-                name = COMPILED_CALL if compiled else calls_of(module)[0]
-                patch = MethodPatch(module, name, ForwardRunner(_Unseen))
-                self._unseen.append(patch)
+                name = COMPILED_CALL if compiled else entry_methods(module)[0]
+                patch = MethodPatch(module, name, ForwardRunner(_WithoutInterception))
+                self._pauses.append(patch)
                 patch.install()
         super().begin()
 
     def end(self) -> None:
-        """Lease nothing any more."""
+        """Stop intercepting."""
         super().end()
-        while self._unseen:
-            self._unseen.pop().remove()
+        while self._pauses:
+            self._pauses.pop().remove()
 
     def __torch_function__(
         self,
@@ -184,11 +190,11 @@ class Touching(OperationMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run an operation, or read an attribute of a tensor, with the weights that it needs."""
+        """Run an operation, or read a tensor's attribute, with the weights that it needs leased."""
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():  # a function that the model calls
+        if torch.compiler.is_compiling():  # inside a compiled function that the model calls
             return func(*args, **kwargs)
-        if type(func) is types.MethodWrapperType:  # an attribute is read, or written
+        if type(func) is types.MethodWrapperType:  # an attribute access
             attribute = getattr(func.__self__, "__name__", "")
             is_read = func.__name__ == "__get__"
             if is_read and attribute == "device" and self._away(args):
@@ -199,18 +205,18 @@ class Touching(OperationMode):
         bindings = self._away((args, kwargs)) if needs_elements else []
         if not bindings:
             return func(*args, **kwargs)
-        self.met = True
+        self.leased_any = True
         try:
             begun, result = run_within(UnitContext(self._unit(bindings)), func, args, kwargs)
         except BudgetError as error:
             name = getattr(func, "__name__", func)
-            told = first_of([binding.name for binding in bindings])
-            error.add_note(f"tierstore: {name} was given {told}, needed on the device at once")
+            names = first_of([binding.name for binding in bindings])
+            error.add_note(f"tierstore: {name} needs {names} on the device at once")
             raise
         return result if begun else self.__torch_function__(func, kinds, args, kwargs)
 
     def _away(self, values: Any) -> list[ParameterBinding]:
-        """The weights among some values, in whatever lists, that no use on this thread shows."""
+        """Return bindings of weights in nested values that are not bound on this thread."""
         bindings_for, thread = self._owner.weights.bindings_for, threading.get_ident()
         found = {
             id(binding): binding

@@ -1,4 +1,4 @@
-"""Well-known models, cut for an accelerator: groups that suit its link, and whole blocks."""
+"""Well-known models, partitioned for an accelerator: groups suit its link, blocks stay whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.real_models import MODELS
-from tierstore.adapters.grouping import Cutting, GroupPlan, Unit
+from tierstore.adapters.grouping import GroupPlan, Partitioner, Unit
 from tierstore.model import shares
 from tierstore.model.groups import Extent, FileTensor
 from tierstore.model.module_tree import groups_of
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @functools.cache
 def in_a_file(kind: str) -> tuple[FileTensor, ...]:
-    """The parameters in bfloat16, one behind the other in a file."""
+    """Return the parameters in bfloat16, one after the other in a file."""
     with torch.device("meta"):
         model = MODELS[kind]()
     found, here = [], 0
@@ -48,13 +48,13 @@ def weights(kind: str) -> int:
 
 
 def cut(kind: str, size: GroupSizes) -> list[tuple[str, int]]:
-    """The name and the bytes of each group."""
+    """Return the name and the bytes of each group."""
     tensors = in_a_file(kind)
     groups = groups_of(tensors, "block_level", size.group, largest_block=size.block)
     return [(group.key, group.nbytes) for group, _ in groups]
 
 
-# Of each model, with so many GB of device budget: how many groups, and the largest in MiB.
+# For each model and device budget in GB: the number of groups, and the largest in MiB.
 GROUPS = {
     ("flux", 12.0): (326, 108),
     ("flux", 24.0): (326, 108),
@@ -64,7 +64,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize(("kind", "device_gb"), GROUPS)
-def test_groups_are_some_milliseconds_of_the_link(kind: str, device_gb: float) -> None:
+def test_groups_take_some_milliseconds_of_the_link(kind: str, device_gb: float) -> None:
     size = sizes(device_gb, 64, kind)
     assert size.group <= LINK_GROUP
     groups = cut(kind, size)
@@ -78,7 +78,7 @@ def test_groups_are_some_milliseconds_of_the_link(kind: str, device_gb: float) -
 
 @pytest.mark.parametrize(("kind", "device_gb"), [("flux", 24.0), ("wan", 40.0)])
 def test_blocks_of_a_model_that_fits_are_whole_units(kind: str, device_gb: float) -> None:
-    """As a model at hand is cut. A block of Flux has 680 or 283 MB, one of Wan 660."""
+    """Units as in a loaded model. A block of Flux has 680 or 283 MB, one of Wan 660."""
     assert weights(kind) <= device_gb * GB
     size = sizes(device_gb, 64, kind)
     found = [name for name, _ in cut(kind, size)]
@@ -90,7 +90,7 @@ def test_blocks_of_a_model_that_fits_are_whole_units(kind: str, device_gb: float
 
 
 @pytest.mark.parametrize("device_gb", [2, 6, 12])
-def test_large_blocks_of_a_model_that_does_not_fit_are_cut(device_gb: int) -> None:
+def test_large_blocks_beyond_the_budget_are_divided(device_gb: int) -> None:
     size = sizes(device_gb, 64, "flux")
     assert size.block == max(size.group, device_gb * GB // 64)
     assert any("attn" in name for name, _ in cut("flux", size))
@@ -124,24 +124,24 @@ def test_every_group_fits_every_budget(kind: str, ram_gb: float, device_gb: floa
     assert max(nbytes for _, nbytes in cut(kind, size)) <= most
 
 
-def test_without_an_accelerator_nothing_is_different() -> None:
+def test_without_an_accelerator_sizes_are_unchanged() -> None:
     assert sizes(None, 64, "flux")[:2] == (256 * MIB, 256 * MIB)
     assert sizes(None, 1, "flux")[:2] == (32 * MIB, 32 * MIB)
 
 
-def test_what_is_compiled_is_whole_in_half_of_the_smallest_budget() -> None:
+def test_compiled_size_is_half_of_the_smallest_budget() -> None:
     assert sizes(None, 64, "flux").compiled == 32 * GB
     assert sizes(2, 64, "flux").compiled == GB
 
 
-# In several groups --------------------------------------------------------------------------------
+# Blocks in several groups -------------------------------------------------------------------------
 
 
 def memory(unit: str, count: int) -> tuple[str, ...]:
     return tuple(f"{unit}{number}" for number in range(count))
 
 
-def test_a_large_block_is_in_several_groups() -> None:
+def test_large_block_is_in_several_groups() -> None:
     needs = [Need("a", memory("a", 10), block=True), Need("b", memory("b", 2), block=True)]
     nbytes = {piece: 10 for need in needs for piece in need.memory}
     found = portions(needs, nbytes, 40, None)
@@ -153,35 +153,35 @@ def test_a_large_block_is_in_several_groups() -> None:
     ]
 
 
-def test_a_large_tensor_is_alone() -> None:
+def test_large_tensor_is_a_separate_group() -> None:
     needs = [Need("a", memory("a", 4), block=True)]
     found = portions(needs, dict(zip(needs[0].memory, (5, 100, 5, 5), strict=True)), 40, None)
     assert [group.memory for group in found] == [["a0"], ["a1"], ["a2", "a3"]]
 
 
-def test_what_a_block_shares_with_an_earlier_one_is_there_already() -> None:
+def test_tensor_shared_with_an_earlier_block_is_not_repeated() -> None:
     needs = [Need("a", ("x", "tied"), block=True), Need("b", ("tied", "y", "z"), block=True)]
     found = portions(needs, dict.fromkeys(("x", "tied", "y", "z"), 30), 40, None)
     assert [group.memory for group in found] == [["x"], ["tied"], ["y"], ["z"]]
 
 
-def test_blocks_that_are_counted_move_together() -> None:
+def test_counted_blocks_move_together() -> None:
     needs = [Need(name, memory(name, 3), block=True) for name in "ab"]
     nbytes = {piece: 30 for need in needs for piece in need.memory}
     assert [len(group.memory) for group in portions(needs, nbytes, 40, 1)] == [3, 3]
 
 
-def test_modules_at_hand_are_cut_as_names_are() -> None:
+def test_loaded_modules_are_partitioned_like_names() -> None:
     def block() -> nn.Module:
         return nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
 
     model: Any = nn.ModuleDict({"blocks": nn.ModuleList(block() for _ in range(3))})
-    cutting = Cutting("block_level", 600, largest_block=1 << 20)
-    units: list[Unit] = cutting.units(model)
+    partitioner = Partitioner("block_level", 600, largest_block=1 << 20)
+    units: list[Unit] = partitioner.units(model)
     assert [unit.name for unit in units] == ["blocks.0", "blocks.1", "blocks.2"]
-    plans: list[GroupPlan] = cutting.groups(units)
+    plans: list[GroupPlan] = partitioner.groups(units)
     assert [plan.name for plan in plans] == [f"blocks.{n}" for n in range(3) for _ in range(4)]
-    finer = Cutting("block_level", 600)
+    finer = Partitioner("block_level", 600)
     leaves = finer.units(model)
     assert len(leaves) == 6
     assert len(finer.groups(leaves)) == 6

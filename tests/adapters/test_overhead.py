@@ -1,4 +1,4 @@
-"""A use of a unit takes few calls beside its computing, and its lease keeps others from nothing."""
+"""A use of a unit takes few extra calls, and its lease does not block others' memory."""
 
 from __future__ import annotations
 
@@ -45,23 +45,21 @@ def stack(source: str, tmp_path: Path) -> Stack:
 
 
 @pytest.mark.parametrize("source", ["a checkpoint", "memory"])
-@pytest.mark.parametrize("roomy", [True, False])
+@pytest.mark.parametrize("all_fits", [True, False])
 @torch.no_grad()
-def test_a_lease_is_shared_by_the_layers_of_a_group(
-    source: str, roomy: bool, tmp_path: Path
-) -> None:
+def test_layers_of_a_group_share_a_lease(source: str, all_fits: bool, tmp_path: Path) -> None:
     model = stack(source, tmp_path)
     x = torch.randn(2, 16)
     expected = model(x)
     weights = parameter_bytes(model)
     with (
-        TierStore((20 if roomy else 2) * weights, tmp_path / "store", device="cpu") as store,
+        TierStore((20 if all_fits else 2) * weights, tmp_path / "store", device="cpu") as store,
         enable_group_offload(model, store, offload_type="leaf_level"),
     ):
         groups = [key for key in store if key.startswith("Stack")]
         assert len(groups) <= LAYERS / 2, "several layers share a group"
         for _ in range(STEPS):
-            if not roomy:  # all of the model has to go
+            if not all_fits:  # all of the model must be evicted
                 budget = store.stats().budget_bytes["HOST"]
                 assert budget is not None
                 store.put("other", torch.zeros(budget, dtype=torch.uint8), durable=False)
@@ -69,15 +67,15 @@ def test_a_lease_is_shared_by_the_layers_of_a_group(
             assert torch.equal(model(x), expected)
         counts = store.stats()
         assert counts.hits + counts.late + counts.misses == STEPS * len(groups)
-        assert counts.misses >= (1 if roomy else STEPS)
-        for key in groups:  # nobody has any of it after the run
+        assert counts.misses >= (1 if all_fits else STEPS)
+        for key in groups:  # no lease is left after the run
             store.offload(key)
         there = {group.key for group in store.snapshot().groups if "HOST" in group.tiers}
         assert not there.intersection(groups)
 
 
 class Between(nn.Module):
-    """Two layers of one group, and something that is called between them."""
+    """Two layers of one group, and a function that is called between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,18 +90,16 @@ class Between(nn.Module):
 
 
 def on_another_thread(act: Callable[[], object]) -> None:
-    """What the model itself waits for."""
+    """Run `act` on another thread, and wait for it."""
     thread = threading.Thread(target=act)
     thread.start()
     thread.join(60)
-    assert not thread.is_alive(), "it waits for a lease that nobody uses"
+    assert not thread.is_alive(), "it waits for an unused lease"
 
 
 @pytest.mark.parametrize("where", ["here", "on another thread"])
 @torch.no_grad()
-def test_between_two_layers_of_a_group_all_of_the_memory_can_be_had(
-    where: str, tmp_path: Path
-) -> None:
+def test_memory_between_two_layers_of_a_group_is_available(where: str, tmp_path: Path) -> None:
     model = Between().eval()
     x = torch.randn(2, 16)
     expected = model(x)
@@ -124,7 +120,7 @@ def test_between_two_layers_of_a_group_all_of_the_memory_can_be_had(
 
 
 class Layer(nn.Module):
-    """A block with so many pairs of tensors, of which it uses the first only."""
+    """A block with several pairs of tensors, of which it uses only the first."""
 
     def __init__(self, pairs: int) -> None:
         super().__init__()
@@ -135,7 +131,7 @@ class Layer(nn.Module):
 
 
 def calls_for_each_layer(pairs: int, device: str, tmp_path: Path) -> float:
-    """Beyond those of the plain model, once all weights are where they are used."""
+    """Return the calls beyond those of the plain model, once all weights are resident."""
     model = nn.Sequential(*[Layer(pairs) for _ in range(LAYERS)]).eval()
     x = torch.randn(2, 16)
     plain = calls_of_functions(lambda: model(x))

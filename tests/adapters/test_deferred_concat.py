@@ -1,4 +1,4 @@
-"""Weights that a library joins from several of a checkpoint: joined once, found again, right."""
+"""Weights that a library concatenates from a checkpoint: done once, cached, and correct."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUDGET = 4 << 20
 
 
 class Counting(TorchDispatchMode):
-    """Counts the operations that are done inside."""
+    """Counts the operations that run inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Counting(TorchDispatchMode):
 
 
 class Experts(nn.Module):
-    """Its weights are joined from those of its checkpoint, in ways that a library may choose."""
+    """Its weights are concatenated from those of its checkpoint, in ways that libraries use."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], aside: object) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def path(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
-def test_what_is_joined_is_right_and_joined_once(
+def test_concatenated_weights_are_right_and_made_once(
     dtype: torch.dtype, path: str, disk_dir: Path
 ) -> None:
     plain = Experts.from_pretrained(path, dtype=dtype)
@@ -99,11 +99,12 @@ def test_what_is_joined_is_right_and_joined_once(
             assert_same(dict(model.named_parameters()), dict(plain.named_parameters()))
             assert torch.equal(model.aside["somewhere"], plain.aside["somewhere"])
             assert (store.stats().bytes_written > 0) == (start == "first")
-    # The second time: what was changed, a half of which is a weight, doubled, or looked at aside.
+    # The second time: the changed one, one whose half is a weight, the doubled one, and the one
+    # used aside.
     assert joins[1] < joins[0]
 
 
-def test_a_file_that_was_changed_is_joined_anew(path: str, disk_dir: Path) -> None:
+def test_changed_file_is_concatenated_again(path: str, disk_dir: Path) -> None:
     with open_store(disk_dir, BUDGET) as store:
         from_pretrained(Experts, path, store, dtype=torch.float32)
     tensors = load_file(path)

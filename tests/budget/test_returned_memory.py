@@ -1,4 +1,4 @@
-"""What weights took before they were on a store goes back to the system.
+"""Memory that weights took before they were on a store returns to the system.
 
 The allocator is as users have it.
 """
@@ -15,13 +15,16 @@ from tests.helpers.processes import output_of, results_in, with_the_usual_alloca
 MB = 1_000_000
 BUDGET = 32 * MB
 MARGIN = 16 * MB
-"""Bytes: what Python and torch take while they work, and a portion that was not given back yet."""
+"""Bytes: the working memory of Python and torch, and a portion that is not returned yet."""
 KEPT = 2 * 32 * MB
-"""Bytes that may be freed and not given back while weights go: a portion, and the next group."""
+"""Bytes that may be freed but not returned while weights leave: a portion, and the next group."""
 
 WAYS = ("as is", "cast", "in memory", "dispatched", "dispatched, cast")
 
-pytestmark = pytest.mark.full("processes with models of diffusers")
+pytestmark = [
+    pytest.mark.full("processes with models of diffusers"),
+    pytest.mark.long("models and ways to load do not depend on each other", keep="values"),
+]
 
 
 @pytest.fixture(scope="module", params=["flux", "sd3", "sdxl", "wan", "llama"])
@@ -34,7 +37,7 @@ def saved(
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_on_a_store_takes_its_budget(
+def test_model_on_a_store_takes_its_budget(
     saved: tuple[str, Path], way: str, tmp_path: Path
 ) -> None:
     name, checkpoint = saved

@@ -1,4 +1,4 @@
-"""`ls`, `show`, `df` and `env`: what they say, and that they change nothing."""
+"""`ls`, `show`, `df` and `env`: their output, and that they change nothing."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_ls_lists_each_group_with_its_size(store: Path, inspect: Inspect) -> Non
     assert document["free"] > 0
 
 
-def leave_traces(store: Path) -> None:
-    """A damaged group, a temporary file, and a file that is not the store's."""
+def leave_orphans(store: Path) -> None:
+    """Make a damaged group, a temporary file, and a foreign file."""
     os.truncate(object_file(store, "a"), 100)
     (store / "tmp" / "object-0123456789abcdef").write_bytes(bytes(2048))
     (store / "notes").write_bytes(bytes(30))
@@ -82,13 +82,13 @@ OK_ROWS = r"(\S+ +2  F32 +20\.0 KiB  just now  ok\n)"
         (
             shutil.rmtree,
             "ls DIR",
-            r"0 groups, 0 B; nothing is kept here: checkpoints are read where they lie; .*\n",
+            r"0 groups, 0 B; nothing stored here: checkpoints are used in place; .*\n",
         ),
         (
-            leave_traces,
+            leave_orphans,
             "ls DIR --limit 0",
             r"3 groups, .*; 0 shown; 1 damaged; 1 temporary file \(2\.0 KiB\); "
-            r"1 entry that is not tierstore's; .* free\n",
+            r"1 foreign entry; .* free\n",
         ),
         (
             None,
@@ -96,7 +96,7 @@ OK_ROWS = r"(\S+ +2  F32 +20\.0 KiB  just now  ok\n)"
             r"NAME +DTYPE +SHAPE +SIZE +OFFSET +XXH3\nweight +F32 +\[64, 64\] +16\.0 KiB +4096 .*\n"
             r"bias +F32 .*\n2 tensors, 20\.0 KiB in \S+\n",
         ),
-        (leave_traces, "df DIR", DF + r"\S+ +3 +40\.1 KiB +2\.0 KiB +0 B .*\n"),
+        (leave_orphans, "df DIR", DF + r"\S+ +3 +40\.1 KiB +2\.0 KiB +0 B .*\n"),
         (
             None,
             "df DIR DIR",
@@ -104,7 +104,7 @@ OK_ROWS = r"(\S+ +2  F32 +20\.0 KiB  just now  ok\n)"
         ),
     ],
 )
-def test_output(
+def test_output_matches(
     arrange: Callable[[Path], None] | None,
     words: str,
     expected: str,
@@ -120,9 +120,10 @@ def test_output(
     assert re.fullmatch(expected, result.stdout), result.stdout
 
 
-def test_a_directory_alone_means_ls(store: Path, inspect: Inspect) -> None:
+def test_directory_without_a_verb_means_ls(store: Path, inspect: Inspect) -> None:
     alone, named = inspect(store).stdout, inspect("ls", store).stdout
-    assert alone.rpartition(";")[0] == named.rpartition(";")[0]  # the rest is what is free now
+    # the rest is the current free space
+    assert alone.rpartition(";")[0] == named.rpartition(";")[0]
     assert inspect.json(store)["group_count"] == 3
 
 
@@ -142,7 +143,7 @@ def test_ls_sorts_limits_and_filters(store: Path, inspect: Inspect) -> None:
     assert "; 1 shown; " in inspect("ls", store, "--limit", 1).stdout
 
 
-def test_ls_counts_what_holds_no_group(store: Path, inspect: Inspect) -> None:
+def test_ls_counts_files_that_hold_no_group(store: Path, inspect: Inspect) -> None:
     (store / "tmp" / "object-0123456789abcdef").write_bytes(bytes(100))
     (store / "tmp" / "marker-0123456789abcdef").write_bytes(bytes(10))
     (store / ".spill-12-0123456789abcdef").write_bytes(bytes(1))
@@ -154,10 +155,10 @@ def test_ls_counts_what_holds_no_group(store: Path, inspect: Inspect) -> None:
     assert sum(item["nbytes"] for item in document["stray"]) == 90
     assert document["reclaimable"] == {"count": 3, "nbytes": 111}
     summary = inspect("ls", store).stdout.splitlines()[-1]
-    assert "; 3 temporary files (111 B); 3 entries that are not tierstore's; " in summary
+    assert "; 3 temporary files (111 B); 3 foreign entries; " in summary
 
 
-def test_a_vanished_file_is_left_out(store: Path, inspect: Inspect) -> None:
+def test_ls_vanished_file_is_left_out(store: Path, inspect: Inspect) -> None:
     there = object_file(store, "b")
 
     def remove_it(path: object, *_: object) -> None:
@@ -170,10 +171,10 @@ def test_a_vanished_file_is_left_out(store: Path, inspect: Inspect) -> None:
     assert not there.exists()
 
 
-# Names that may hold anything --------------------------------------------------------------------
+# Keys with arbitrary characters ------------------------------------------------------------------
 
 
-def test_keys_can_neither_steer_the_terminal_nor_the_table(store: Path, inspect: Inspect) -> None:
+def test_keys_with_control_characters_are_escaped(store: Path, inspect: Inspect) -> None:
     add(store, EVIL, float_block(EVIL, 4))
     flip_bit(object_file(store, EVIL), 4096)
     for args in (
@@ -190,7 +191,7 @@ def test_keys_can_neither_steer_the_terminal_nor_the_table(store: Path, inspect:
     assert "\x1b" not in inspect("ls", store, "--json").stdout
 
 
-def test_keys_are_escaped_on_a_terminal_too(store: Path) -> None:
+def test_keys_on_a_terminal_are_escaped(store: Path) -> None:
     add(store, EVIL)
     shown = on_terminal("ls", store, COLUMNS="150")
     assert shown.exit_code == 0
@@ -198,7 +199,7 @@ def test_keys_are_escaped_on_a_terminal_too(store: Path) -> None:
     assert "\x1b[31mb" not in shown.output
 
 
-def test_an_encoding_that_lacks_a_letter_is_no_failure(store: Path) -> None:
+def test_encoding_without_a_letter_prints_escapes(store: Path) -> None:
     add(store, "größe 界")
     run = start("ls", store, PYTHONIOENCODING="ascii")
     assert run.returncode == 0, run.stderr
@@ -208,7 +209,7 @@ def test_an_encoding_that_lacks_a_letter_is_no_failure(store: Path) -> None:
 LONG = "begin/" + "x" * 300 + "/界/end"
 
 
-def test_long_keys_are_shortened_in_the_middle(store: Path) -> None:
+def test_long_keys_on_a_terminal_are_shortened_in_the_middle(store: Path) -> None:
     add(store, LONG)
     lines = click.unstyle(on_terminal("ls", store, COLUMNS="80").output).splitlines()
     assert max(len(line) for line in lines[:-1]) <= 80
@@ -216,7 +217,7 @@ def test_long_keys_are_shortened_in_the_middle(store: Path) -> None:
 
 
 @pytest.mark.parametrize("more", [{}, {"COLUMNS": "80"}, {"COLUMNS": "80", "FORCE_COLOR": "1"}])
-def test_another_program_gets_whole_keys(more: dict[str, str], store: Path) -> None:
+def test_long_keys_in_a_pipe_are_whole(more: dict[str, str], store: Path) -> None:
     add(store, LONG)
     shown = start("ls", store, **more).stdout
     assert LONG in shown
@@ -235,7 +236,7 @@ def test_colours_can_be_turned_off(store: Path) -> None:
 # show --------------------------------------------------------------------------------------------
 
 
-def test_show_tells_where_each_tensor_lies(store: Path, inspect: Inspect) -> None:
+def test_show_prints_the_location_of_each_tensor(store: Path, inspect: Inspect) -> None:
     document = inspect.json("show", store, "a")
     assert [tensor["name"] for tensor in document["tensors"]] == ["weight", "bias"]
     raw = object_file(store, "a").read_bytes()
@@ -249,7 +250,7 @@ def test_show_tells_where_each_tensor_lies(store: Path, inspect: Inspect) -> Non
     assert document["tensors"][0]["nbytes"] == 64 * 64 * 4
 
 
-def test_show_tells_of_strides_and_ties(store: Path, inspect: Inspect) -> None:
+def test_show_prints_strides_and_ties(store: Path, inspect: Inspect) -> None:
     views = (
         TensorSpec("whole", "F32", (16, 32), (32, 1), 0),
         TensorSpec("turned", "F32", (32, 16), (1, 32), 0),
@@ -276,7 +277,7 @@ def test_show_tells_of_strides_and_ties(store: Path, inspect: Inspect) -> None:
     assert "#" not in left
 
 
-def test_show_of_an_unknown_key(store: Path, inspect: Inspect) -> None:
+def test_show_unknown_key_exits_4(store: Path, inspect: Inspect) -> None:
     result = inspect("show", store, "c")
     assert result.exit_code == 4
     assert result.stderr.splitlines() == [
@@ -287,14 +288,14 @@ def test_show_of_an_unknown_key(store: Path, inspect: Inspect) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "x" * 2000, "\udcff"])
-def test_what_cannot_be_a_key_is_wrong_usage(store: Path, inspect: Inspect, key: str) -> None:
+def test_show_invalid_key_is_usage_error(store: Path, inspect: Inspect, key: str) -> None:
     assert inspect("show", store, key).exit_code == 2
 
 
 # df, env -----------------------------------------------------------------------------------------
 
 
-def test_df_tells_what_is_held_and_what_can_go(store: Path, inspect: Inspect) -> None:
+def test_df_prints_used_and_reclaimable_bytes(store: Path, inspect: Inspect) -> None:
     size = object_file(store, "a").stat().st_size
     before = inspect.json("df", store, store)["directories"]
     for described in before:
@@ -314,7 +315,7 @@ def test_df_tells_what_is_held_and_what_can_go(store: Path, inspect: Inspect) ->
     assert row.split()[-1] == before[0]["file_system"]
 
 
-def test_env_tells_of_the_machine(tmp_path: Path, inspect: Inspect) -> None:
+def test_env_describes_the_machine(tmp_path: Path, inspect: Inspect) -> None:
     from importlib.metadata import version
 
     before = tree(tmp_path)
@@ -329,11 +330,11 @@ def test_env_tells_of_the_machine(tmp_path: Path, inspect: Inspect) -> None:
     assert inspect("env", "--dir", tmp_path / "missing").exit_code == 2
 
 
-# Wrong usage, and what looking must not do -------------------------------------------------------
+# Usage errors and side effects -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("command", ["ls", "verify", "df"])
-def test_what_is_no_store_is_wrong_usage(tmp_path: Path, inspect: Inspect, command: str) -> None:
+def test_path_not_a_store_is_usage_error(tmp_path: Path, inspect: Inspect, command: str) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "newer").mkdir()
     (tmp_path / "newer" / "STORE.json").write_text('{"format": 2}')
@@ -350,7 +351,7 @@ def test_what_is_no_store_is_wrong_usage(tmp_path: Path, inspect: Inspect, comma
 @pytest.mark.parametrize(
     "args", [["nothing"], ["ls"], ["ls", "a", "b"], ["ls", ".", "--sort", "x"], ["--wrong"]]
 )
-def test_wrong_words_are_wrong_usage(inspect: Inspect, args: list[str]) -> None:
+def test_wrong_words_are_usage_errors(inspect: Inspect, args: list[str]) -> None:
     result = inspect(*args)
     assert result.exit_code == 2
     assert "Error: " in result.stderr
@@ -368,7 +369,7 @@ LOOKING: list[tuple[str, ...]] = [
 ]
 
 
-def test_looking_changes_nothing(store: Path, inspect: Inspect) -> None:
+def test_read_only_commands_change_nothing(store: Path, inspect: Inspect) -> None:
     (store / "tmp" / "object-0123456789abcdef").write_bytes(bytes(100))
     for path in sorted(store.rglob("*"), reverse=True):
         path.chmod(0o500 if path.is_dir() else 0o400)
@@ -382,7 +383,7 @@ def test_looking_changes_nothing(store: Path, inspect: Inspect) -> None:
         path.chmod(0o700)
     before = tree(store)
     assert inspect("prune", store, "-y").exit_code == 0
-    assert tree(store) != before, "a change would have been noticed"
+    assert tree(store) != before, "the control: a change would be detected"
 
 
 def plant_link(at: Path, valid: Path) -> None:
@@ -399,7 +400,7 @@ def plant_directory(at: Path, valid: Path) -> None:
 
 
 @pytest.mark.parametrize("plant", [plant_link, plant_fifo, plant_directory])
-def test_what_is_planted_at_an_objects_name_is_stray(
+def test_entry_planted_at_an_object_name_is_stray(
     store: Path, tmp_path: Path, plant: Callable[[Path, Path], None]
 ) -> None:
     place = object_file(store, "a")
@@ -419,9 +420,7 @@ def test_what_is_planted_at_an_objects_name_is_stray(
 
 
 @pytest.mark.parametrize("views", ["[]", "null", "[" * 100_000, '{"x":["weight","F32",1,1,0]}'])
-def test_a_file_made_to_trip_the_reader_hides_no_other(
-    store: Path, inspect: Inspect, views: str
-) -> None:
+def test_malformed_file_hides_no_other(store: Path, inspect: Inspect, views: str) -> None:
     directory = ObjectDirectory(store)
     stored = put(directory, "evil")
     directory.close()
@@ -458,7 +457,7 @@ def test_linked_directories_are_not_followed(
     assert len(inspect.json("ls", store)["groups"]) == 3
 
 
-def test_a_link_to_the_directory_itself_is_the_users_own(
+def test_link_to_the_store_itself_is_followed(
     store: Path, tmp_path: Path, inspect: Inspect
 ) -> None:
     (tmp_path / "short").symlink_to(store)

@@ -44,11 +44,11 @@ def to_device(driver: Any, entry: GroupEntry, data: torch.Tensor) -> None:
 
 
 def on_disk(tiers: Any, entry: GroupEntry) -> dict[str, torch.Tensor]:
-    """What a group's copy on disk holds, read anew."""
+    """Return a group's copy on disk, read anew."""
     memory = torch.zeros(entry.spec.nbytes + 4096, dtype=torch.uint8)
-    room = memory[-memory.data_ptr() % 4096 :][: entry.spec.nbytes]
-    tiers.reader.read(entry, room.numpy().data)
-    return view_all(entry.spec, room, {t.name: t.offset for t in entry.spec.tensors})
+    aligned = memory[-memory.data_ptr() % 4096 :][: entry.spec.nbytes]
+    tiers.reader.read(entry, aligned.numpy().data)
+    return view_all(entry.spec, aligned, {t.name: t.offset for t in entry.spec.tensors})
 
 
 # Drivers -----------------------------------------------------------------------------------------
@@ -66,12 +66,12 @@ class TestHost(DriverConformance):
 
 
 class TestSharedHost(DriverConformance):
-    """Host memory that other processes may look at."""
+    """Host memory that other processes may map."""
 
     @pytest.fixture
     def driver(self) -> Iterator[TierDriver]:
         shared = SharedArena(CAPACITY)
-        arena = Arena(CAPACITY, shared.make, shared.unmake, close=shared.close)
+        arena = Arena(CAPACITY, shared.make, shared.free, close=shared.close)
         serial, makers = SerialExecutor(), Workers(1, "makers")
         host = HostTier(arena, None, Journal(), serial, makers)
         yield host
@@ -94,9 +94,7 @@ class TestDevice(DriverConformance):
     def bring(self, driver: TierDriver, entry: GroupEntry, data: torch.Tensor) -> None:
         to_device(driver, entry, data)
 
-    def test_what_a_caller_has_not_queued_to_the_end_is_no_copy(
-        self, driver: CallersDriver
-    ) -> None:
+    def test_copy_not_completely_queued_is_not_held(self, driver: CallersDriver) -> None:
         there, coming, torn = (entry_of(number) for number in range(3))
         for entry in (there, coming, torn):
             driver.reserve(entry)
@@ -142,7 +140,7 @@ class TestArchive(DriverConformance):
 
 
 class OursConformance(HopConformance):
-    """Hops between any two tiers: a group is brought to host memory and goes on from there."""
+    """Hops between any two tiers. A group is brought to host memory, then to the source tier."""
 
     src: Any
     dst: Any
@@ -202,7 +200,7 @@ class TestDeviceToHost(OursConformance):
 class TestHostToDevice(OursConformance):
     src, dst, device = Tier.HOST, Tier.DEVICE, ACCELERATOR
 
-    def test_it_only_queues_from_page_locked_memory(self, way: Way) -> None:
+    def test_queued_hop_only_queues_from_page_locked_memory(self, way: Way) -> None:
         entry = self.brought(way, 0)
         assert isinstance(way.hop, QueuedHop)
         pinned = entry.slots[Tier.HOST].memory
@@ -218,9 +216,7 @@ class TestHostToDevice(OursConformance):
 
 
 @both
-def test_a_group_goes_down_to_a_tier_of_somebody_elses_and_up_again(
-    device: str, tmp_path: Path
-) -> None:
+def test_group_moves_to_a_third_party_tier_and_back(device: str, tmp_path: Path) -> None:
     entry = entry_of(2)
     key, nbytes, data = entry.group, entry.spec.nbytes, bytes_of(entry_of(2))
     with tiers_in(tmp_path, device, [archive]) as (tiers, mover, ends):
@@ -246,7 +242,7 @@ def test_a_group_goes_down_to_a_tier_of_somebody_elses_and_up_again(
         assert mover.entries() == []
 
 
-def test_a_copy_that_fails_is_told_of_by_the_names_of_its_tiers(tmp_path: Path) -> None:
+def test_failed_copy_error_names_its_tiers(tmp_path: Path) -> None:
     entry = entry_of(0)
     with tiers_in(tmp_path, extra=[archive]) as (_, mover, ends):
         mover.add(entry)
@@ -264,12 +260,12 @@ class Forgets(Archive):
         return False
 
 
-class NeverLetsGo(Archive):
+class NeverDrops(Archive):
     def drop(self, entry: GroupEntry) -> None:
-        """It stays."""
+        """Keep the copy."""
 
 
-class MixesUp(Archive):
+class MixesGroups(Archive):
     def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
         self.copies[entry.group] = (
             torch.stack([copy[:4096] for copy in self.copies.values()])
@@ -284,13 +280,13 @@ class TakesTooMuch(Archive):
     peak_bytes: Any = 17 * 4096
 
 
-@pytest.mark.parametrize("kind", [Forgets, NeverLetsGo, MixesUp, TakesTooMuch])
-def test_a_driver_that_breaks_a_rule_is_caught(kind: type[Archive]) -> None:
+@pytest.mark.parametrize("kind", [Forgets, NeverDrops, MixesGroups, TakesTooMuch])
+def test_driver_that_breaks_a_rule_fails(kind: type[Archive]) -> None:
     rules = TestArchive()
     with pytest.raises(AssertionError):
-        rules.test_a_copy_is_there_from_its_arrival_until_it_is_dropped(kind())
-        rules.test_groups_are_kept_apart(kind())
-        rules.test_in_any_order_no_copy_is_lost_and_no_memory_exceeds_the_capacity(0, kind())
+        rules.test_copy_is_held_from_arrival_until_drop(kind())
+        rules.test_copies_of_several_groups_are_separate(kind())
+        rules.test_any_order_loses_no_copy_and_respects_the_capacity(0, kind())
 
 
 def copies_nothing(copy: Callable[..., Copied], entry: GroupEntry, ending: Any) -> Copied:
@@ -318,15 +314,15 @@ def remembers(copy: Callable[..., Copied], entry: GroupEntry, ending: Any) -> Co
 
 
 CONTROLS: dict[Callable[..., Copied], str] = {
-    copies_nothing: "test_a_copy_can_be_dropped_and_made_again",
-    takes_its_source: "test_a_copy_can_be_dropped_and_made_again",
-    lies: "test_it_says_how_much_it_copied_and_how_long_that_took",
-    remembers: "test_nothing_is_remembered_of_a_group",
+    copies_nothing: "test_copy_can_be_dropped_and_made_again",
+    takes_its_source: "test_copy_can_be_dropped_and_made_again",
+    lies: "test_copy_reports_its_bytes_and_times",
+    remembers: "test_hop_keeps_no_reference_to_a_group",
 }
 
 
 @pytest.mark.parametrize("control", CONTROLS, ids=lambda control: control.__name__)
-def test_a_hop_that_breaks_a_rule_is_caught(control: Callable[..., Copied], tmp_path: Path) -> None:
+def test_hop_that_breaks_a_rule_fails(control: Callable[..., Copied], tmp_path: Path) -> None:
     rules = TestDiskToHost()
     rules.patience = 1
     with tiers_in(tmp_path) as (rules.tiers, rules.mover, _):

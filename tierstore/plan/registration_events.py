@@ -1,9 +1,9 @@
-"""Groups that are there already: in a checkpoint, in files of the store, or after a cut-off step.
+"""Events that register existing groups: from a checkpoint, from files, or after a rebuild.
 
-What a planner believes can be cut short in the middle of an event, and then nobody knows what is
-true of it. What there is is known elsewhere, and is always as some event had left it: who follows
-instructions makes whole batches of them true. So a new planner begins with `Recovered`, and goes on
-from there. It has seen no use of any group yet, and nobody has told it what they want.
+If an exception interrupts a planner in the middle of an event, its state cannot be trusted. The
+true state is known to the store, which carries out instructions in complete batches, so it always
+matches some event's outcome. A new planner therefore starts with `Recovered` and continues from
+there. It has seen no uses yet, and has no requests.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from tierstore.plan.schedule import Schedule
 
 
 @dataclass(eq=False, slots=True)
-class KnownEvents:
-    """Handles what says which groups there are."""
+class RegistrationEvents:
+    """Handles the events that add groups."""
 
     _copies: CopyTable
     _requests: Requests
@@ -31,7 +31,9 @@ class KnownEvents:
     _prefetcher: Prefetcher
 
     def registered(self, event: events.Registered) -> bool:
-        assert event.backing or not event.shared, f"{event.group.key} is in no file"
+        assert event.backing or not event.shared, (
+            f"{event.group.key} is shared but not backed by a file"
+        )
         group = GroupRecord(
             event.group,
             event.nbytes,
@@ -46,7 +48,7 @@ class KnownEvents:
         return False
 
     def _introduce(self, group: GroupRecord) -> None:
-        if group.use_order is not UseOrder.ANNOUNCED:
+        if group.use_order is not UseOrder.PREFETCHED:
             self._schedule.known.introduce(group.id.key, group.use_order)
 
     def recovered(self, event: events.Recovered) -> bool:
@@ -85,7 +87,7 @@ class KnownEvents:
     def _add_copy(self, group: GroupRecord, tier: Tier, found: events.RecoveredGroup) -> None:
         copies = self._copies
         claimed = group in self._requests.claims
-        copies.in_flight += claimed  # somebody is filling it
+        copies.in_flight += claimed  # a caller is filling it
         if claimed or any(dst is tier for _, dst in found.moves):
             copies.place(group, tier, State.ARRIVING)
         else:

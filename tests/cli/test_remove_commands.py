@@ -1,4 +1,4 @@
-"""`prune` and `rm` remove what they should, ask first, and never touch anything else."""
+"""`prune` and `rm` remove the right files, ask first, and touch nothing else."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tests.helpers.files import flip_bit, object_file
 from tests.helpers.system_calls import system_call
 from tierstore.system.locking import is_locked
 
-LEFTOVER = "object-0123456789abcdef"
+ORPHAN = "object-0123456789abcdef"
 
 
 @pytest.fixture
-def leftover(store: Path) -> Path:
-    """A file that a killed store left behind."""
-    path = store / "tmp" / LEFTOVER
+def orphan(store: Path) -> Path:
+    """Make a file that a killed store left behind."""
+    path = store / "tmp" / ORPHAN
     path.write_bytes(bytes(1000))
     return path
 
@@ -33,30 +33,32 @@ def keys(inspect: Inspect, store: Path) -> list[str]:
 # prune -------------------------------------------------------------------------------------------
 
 
-def test_prune_removes_leftovers(store: Path, leftover: Path, inspect: Inspect) -> None:
+def test_prune_removes_orphans(store: Path, orphan: Path, inspect: Inspect) -> None:
     (store / ".spill-12-0123456789abcdef").write_bytes(bytes(24))
     document = inspect.json("prune", store, "-y")
     assert not document["dry_run"]
     assert document["nbytes"] == 1024
-    assert not leftover.exists()
+    assert not orphan.exists()
     assert keys(inspect, store) == ["a", "b", "layers/0"]
     assert inspect.json("ls", store)["temporary"] == []
     assert inspect.json("prune", store, "-y")["removed"] == []
 
 
-def test_prune_tells_what_it_would_remove(store: Path, leftover: Path, inspect: Inspect) -> None:
+def test_prune_dry_run_prints_files_it_would_remove(
+    store: Path, orphan: Path, inspect: Inspect
+) -> None:
     before = tree(store)
     result = inspect("prune", store, "--dry-run")
     assert result.exit_code == 0
-    assert result.stdout == f"{leftover}\n"
+    assert result.stdout == f"{orphan}\n"
     assert result.stderr == "1 file (1000 B) would be removed.\n"
     assert tree(store) == before
     assert inspect("prune", store, "-y").stdout == result.stdout
-    assert not leftover.exists()
+    assert not orphan.exists()
 
 
-def test_what_df_calls_reclaimable_is_what_prune_removes(
-    store: Path, leftover: Path, inspect: Inspect
+def test_prune_removes_exactly_the_reclaimable_bytes(
+    store: Path, orphan: Path, inspect: Inspect
 ) -> None:
     (store / "model_index.json").write_bytes(bytes(621))
     (store / "tmp" / "notes.txt").write_text("mine")
@@ -73,7 +75,7 @@ def test_what_df_calls_reclaimable_is_what_prune_removes(
     assert (store / "model_index.json").exists()
 
 
-def test_damaged_objects_go_only_when_asked_for(store: Path, inspect: Inspect) -> None:
+def test_prune_removes_damaged_objects_only_on_request(store: Path, inspect: Inspect) -> None:
     path = object_file(store, "b")
     flip_bit(path, 50)
     assert inspect("prune", store, "-y").exit_code == 0
@@ -85,7 +87,9 @@ def test_damaged_objects_go_only_when_asked_for(store: Path, inspect: Inspect) -
 
 
 @pytest.mark.parametrize("goes", [False, True], ids=["not read", "rotten"])
-def test_what_could_not_be_read_is_never_pruned(goes: bool, store: Path, inspect: Inspect) -> None:
+def test_prune_keeps_objects_that_could_not_be_read(
+    goes: bool, store: Path, inspect: Inspect
+) -> None:
     path = object_file(store, "a")
     if goes:
         flip_bit(path, 60)
@@ -101,8 +105,8 @@ def test_what_could_not_be_read_is_never_pruned(goes: bool, store: Path, inspect
     assert path.exists() is not goes
 
 
-def test_prune_leaves_alone_what_is_not_the_stores_own(
-    store: Path, leftover: Path, tmp_path: Path, inspect: Inspect
+def test_prune_leaves_foreign_files_alone(
+    store: Path, orphan: Path, tmp_path: Path, inspect: Inspect
 ) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -115,15 +119,15 @@ def test_prune_leaves_alone_what_is_not_the_stores_own(
     os.mkfifo(object_file(store, "a").with_name("c" * 32 + ".safetensors"))
     before = tree(tmp_path)
     document = inspect.json("prune", store, "--damaged", "-y")
-    assert [item["path"] for item in document["removed"]] == [str(leftover)]
+    assert [item["path"] for item in document["removed"]] == [str(orphan)]
     after = tree(tmp_path)
-    assert set(before) - set(after) == {str(leftover.relative_to(tmp_path))}
+    assert set(before) - set(after) == {str(orphan.relative_to(tmp_path))}
     assert victim.read_text() == "precious"
 
 
 @pytest.mark.parametrize("linked", ["tmp", "objects"])
-def test_prune_does_not_follow_links_out_of_the_directory(
-    store: Path, leftover: Path, tmp_path: Path, inspect: Inspect, linked: str
+def test_prune_follows_no_links_out_of_the_directory(
+    store: Path, orphan: Path, tmp_path: Path, inspect: Inspect, linked: str
 ) -> None:
     flip_bit(object_file(store, "b"), 50)
     elsewhere = tmp_path / "elsewhere"
@@ -136,29 +140,27 @@ def test_prune_does_not_follow_links_out_of_the_directory(
     (store / linked).unlink()
     shutil.move(elsewhere, store / linked)
     assert inspect("prune", store, "--damaged", "-y").exit_code == 0
-    assert not leftover.exists()
+    assert not orphan.exists()
     assert not object_file(store, "b").exists()
 
 
-def test_a_file_that_was_exchanged_meanwhile_stays(
-    store: Path, leftover: Path, inspect: Inspect
-) -> None:
+def test_prune_file_exchanged_meanwhile_stays(store: Path, orphan: Path, inspect: Inspect) -> None:
     opened: list[object] = []
 
     def exchange(path: object, *_: object) -> None:
         opened.extend([path] if path == "tmp" else [])
-        if opened == ["tmp", "tmp"]:  # to look what there is, and now to remove it
-            leftover.rename(leftover.with_name("kept"))
-            leftover.write_text("another")
+        if opened == ["tmp", "tmp"]:  # first to list, and now to remove
+            orphan.rename(orphan.with_name("kept"))
+            orphan.write_text("another")
 
     with before("open", exchange):
         assert inspect.json("prune", store, "-y")["removed"] == []
-    assert leftover.read_text() == "another"
+    assert orphan.read_text() == "another"
     assert len(inspect.json("prune", store, "-y")["removed"]) == 1
 
 
-def test_a_lock_file_with_another_name_elsewhere_is_not_written(
-    store: Path, leftover: Path, tmp_path: Path, inspect: Inspect
+def test_prune_linked_lock_file_is_not_written(
+    store: Path, orphan: Path, tmp_path: Path, inspect: Inspect
 ) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
@@ -168,27 +170,27 @@ def test_a_lock_file_with_another_name_elsewhere_is_not_written(
     assert result.exit_code == 1
     assert "LOCK" in result.stderr
     assert victim.read_text() == "precious"
-    assert leftover.exists()
+    assert orphan.exists()
     (store / "LOCK").unlink()
     (store / "LOCK").symlink_to(victim)
     assert inspect("prune", store, "-y").exit_code == 1
     assert victim.read_text() == "precious"
     (store / "LOCK").unlink()
     assert inspect("prune", store, "-y").exit_code == 0
-    assert not leftover.exists()
+    assert not orphan.exists()
 
 
 # rm ----------------------------------------------------------------------------------------------
 
 
-def test_rm_removes_groups(store: Path, leftover: Path, inspect: Inspect) -> None:
+def test_rm_removes_groups(store: Path, orphan: Path, inspect: Inspect) -> None:
     document = inspect.json("rm", store, "b", "layers/0", "b", "-y")
     assert [item["path"] for item in document["removed"]] == [
         str(object_file(store, "b")),
         str(object_file(store, "layers/0")),
     ]
     assert keys(inspect, store) == ["a"]
-    assert leftover.exists(), "rm removes nothing else"
+    assert orphan.exists(), "rm removes nothing else"
 
 
 def test_rm_removes_a_damaged_group_by_its_key(store: Path, inspect: Inspect) -> None:
@@ -200,7 +202,7 @@ def test_rm_removes_a_damaged_group_by_its_key(store: Path, inspect: Inspect) ->
 
 
 @pytest.mark.parametrize("how", ["-y", "--dry-run"])
-def test_rm_of_an_unknown_key_removes_nothing(store: Path, inspect: Inspect, how: str) -> None:
+def test_rm_unknown_key_removes_nothing(store: Path, inspect: Inspect, how: str) -> None:
     result = inspect("rm", store, "a", "c", how)
     assert result.exit_code == 4
     assert "'c'" in result.stderr
@@ -215,14 +217,14 @@ def test_rm_does_not_remove_a_link(store: Path, tmp_path: Path, inspect: Inspect
     before = tree(tmp_path)
     assert inspect("rm", store, "a", "-y").exit_code == 4
     after = tree(tmp_path)
-    del before["store/LOCK"], after["store/LOCK"]  # it names the last process that held it
+    del before["store/LOCK"], after["store/LOCK"]  # it contains the name of the last owner
     assert after == before
     object_file(store, "a").unlink()
     shutil.move(victim, object_file(store, "a"))
     assert inspect("rm", store, "a", "-y").exit_code == 0
 
 
-# Asking ------------------------------------------------------------------------------------------
+# Confirmation ------------------------------------------------------------------------------------
 
 REMOVALS = [("prune", "DIR"), ("rm", "DIR", "a")]
 
@@ -232,12 +234,12 @@ def arguments(words: tuple[str, ...], store: Path) -> list[object]:
 
 
 def target(words: tuple[str, ...], store: Path) -> Path:
-    return store / "tmp" / LEFTOVER if words[0] == "prune" else object_file(store, "a")
+    return store / "tmp" / ORPHAN if words[0] == "prune" else object_file(store, "a")
 
 
 @pytest.mark.parametrize("words", REMOVALS)
-def test_nobody_to_ask_is_wrong_usage(
-    store: Path, leftover: Path, inspect: Inspect, words: tuple[str, ...]
+def test_removal_without_terminal_or_yes_is_usage_error(
+    store: Path, orphan: Path, inspect: Inspect, words: tuple[str, ...]
 ) -> None:
     before = tree(store)
     result = inspect(*arguments(words, store))
@@ -250,8 +252,8 @@ def test_nobody_to_ask_is_wrong_usage(
 
 @pytest.mark.parametrize("words", REMOVALS)
 @pytest.mark.parametrize(("answer", "goes"), [("y\n", True), ("n\n", False), ("\n", False)])
-def test_a_person_is_asked(
-    store: Path, leftover: Path, words: tuple[str, ...], answer: str, goes: bool
+def test_removal_on_a_terminal_asks(
+    store: Path, orphan: Path, words: tuple[str, ...], answer: str, goes: bool
 ) -> None:
     shown = on_terminal(*arguments(words, store), typed=answer)
     assert shown.exit_code == 0
@@ -263,22 +265,22 @@ def test_a_person_is_asked(
 
 
 @pytest.mark.full("a process for each command")
-def test_an_interrupt_ends_it_quietly(store: Path, leftover: Path) -> None:
+def test_removal_interrupted_at_the_prompt_exits_130(store: Path, orphan: Path) -> None:
     shown = on_terminal("prune", store, interrupt=True)
     assert shown.exit_code == 130
     assert "Traceback" not in shown.output
-    assert leftover.exists()
+    assert orphan.exists()
 
 
 # The lock ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("words", REMOVALS)
-def test_a_directory_in_use_is_left_alone(
+def test_removal_from_a_directory_in_use_changes_nothing(
     locked: Path, inspect: Inspect, words: tuple[str, ...]
 ) -> None:
-    leftover = locked / "tmp" / LEFTOVER  # may be what the live store is writing
-    leftover.touch()
+    orphan = locked / "tmp" / ORPHAN  # a live store may be writing it
+    orphan.touch()
     before = tree(locked)
     result = inspect(*arguments(words, locked), "-y")
     assert result.exit_code == 11
@@ -288,7 +290,7 @@ def test_a_directory_in_use_is_left_alone(
     assert tree(locked) == before
 
 
-def test_the_lock_is_held_while_removing(store: Path, leftover: Path, inspect: Inspect) -> None:
+def test_removal_holds_the_lock(store: Path, orphan: Path, inspect: Inspect) -> None:
     owners: list[str | None] = []
 
     def look(*_: object) -> None:
@@ -296,6 +298,6 @@ def test_the_lock_is_held_while_removing(store: Path, leftover: Path, inspect: I
 
     with before("os.remove", look):
         assert inspect("prune", store, "-y").exit_code == 0
-    assert not leftover.exists()
+    assert not orphan.exists()
     assert [str(owner).startswith(f"process {os.getpid()} on ") for owner in owners] == [True]
     assert is_locked(str(store)) is None

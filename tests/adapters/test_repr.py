@@ -1,4 +1,4 @@
-"""What leases, snapshots and training objects look like: one line that tells, and tables."""
+"""Display of leases, snapshots and training objects: an informative line, and tables."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def drawn(look: Any) -> str:
 
 
 def html_rows(look: Any) -> list[list[str]]:
-    """The cells of each row of a page's fragment, without what they are laid out by."""
+    """Return the cells of each row of an HTML fragment, without markup."""
     rows = re.findall(r"<tr>(.*?)</tr>", look._repr_html_())
     return [re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", row) for row in rows]
 
 
 def one_line(look: Any) -> str:
-    """Its `repr`, which is one line and tells of no address."""
+    """Return its `repr`, which must be one line without addresses."""
     shown = repr(look)
     assert "\n" not in shown
     assert re.fullmatch(r"<[^<]*>", shown.replace("DISK>HOST", "").replace("HOST>DISK", ""))
@@ -53,7 +53,7 @@ def one_line(look: Any) -> str:
     return shown
 
 
-def test_a_lease_tells_its_group_and_what_it_takes(disk_dir: Path) -> None:
+def test_lease_repr_names_its_group_and_size(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("blocks.0", {"weight": torch.zeros(1024, 4), "bias": torch.zeros(1024)})
         with store.acquire("blocks.0") as lease:
@@ -65,8 +65,8 @@ def test_a_lease_tells_its_group_and_what_it_takes(disk_dir: Path) -> None:
             assert one_line(lease).startswith("<Lease of 'blocks.0' to update: ")
 
 
-def test_to_look_at_a_lease_is_not_to_use_it(disk_dir: Path) -> None:
-    """Otherwise one that was lost in an interrupt would be told of as lost by its caller."""
+def test_lease_repr_is_no_use_of_the_lease(disk_dir: Path) -> None:
+    """Otherwise a lease lost in an interrupt would be reported as lost by its caller."""
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         with warnings.catch_warnings():
@@ -74,11 +74,11 @@ def test_to_look_at_a_lease_is_not_to_use_it(disk_dir: Path) -> None:
             assert "1 tensor" in repr(store.acquire("key"))
 
 
-def test_a_lease_that_is_being_made_can_be_looked_at() -> None:
+def test_unfinished_lease_has_a_repr() -> None:
     assert one_line(Lease.__new__(Lease)) == "<Lease of '?', released>"
 
 
-def test_a_snapshot_counts_groups_by_where_they_are(disk_dir: Path) -> None:
+def test_snapshot_repr_counts_groups_by_tier(disk_dir: Path) -> None:
     with open_store(disk_dir, 8 * PAGE) as store:
         for i in range(3):
             store.put(f"key/{i}", pages(i))
@@ -105,7 +105,7 @@ def training(disk_dir: Path) -> Iterator[tuple[TierStore, OffloadModel, OffloadO
         model.disable()
 
 
-def test_an_optimizer_tells_its_class_and_the_bytes_of_its_states(disk_dir: Path) -> None:
+def test_optimizer_repr_names_its_class_and_state_bytes(disk_dir: Path) -> None:
     with training(disk_dir) as (store, model, optimizer):
         assert one_line(optimizer).startswith(
             "<OffloadOptimizer of AdamW, 12 parameters in 1 group, 0 B of states; TierStore on cpu"
@@ -116,10 +116,10 @@ def test_an_optimizer_tells_its_class_and_the_bytes_of_its_states(disk_dir: Path
         assert states >= 2 * 6 * BLOCK_BYTES >> 10, "two numbers for each parameter"
         assert "lr=0.125" in drawn(optimizer)
         assert f"{store.stats().hits:,} hit" in one_line(optimizer)
-    assert one_line(OffloadOptimizer.__new__(OffloadOptimizer)).endswith("not made yet>")
+    assert one_line(OffloadOptimizer.__new__(OffloadOptimizer)).endswith("not initialised yet>")
 
 
-def test_a_model_in_training_stays_a_tree_and_tells_its_bytes(disk_dir: Path) -> None:
+def test_training_model_repr_is_a_tree_with_its_bytes(disk_dir: Path) -> None:
     plain = repr(Tower(40)).splitlines()
     with open_store(disk_dir, 200 * BLOCK_BYTES) as store:
         model = OffloadModel(Tower(40), store)
@@ -133,7 +133,7 @@ def test_a_model_in_training_stays_a_tree_and_tells_its_bytes(disk_dir: Path) ->
     assert len(shown) < 10, "40 blocks alike are one line"
 
 
-def test_what_is_put_aside_for_autograd_is_told_by_reason(disk_dir: Path) -> None:
+def test_activation_offload_repr_lists_bytes_by_reason(disk_dir: Path) -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
     with open_store(disk_dir, 1 << 20) as store:
         offload = offload_activations(store, min_size=4096, model=model)
@@ -148,10 +148,10 @@ def test_what_is_put_aside_for_autograd_is_told_by_reason(disk_dir: Path) -> Non
             assert f"stayed (parameter) {kept}" in one_line(look)
             assert re.search(rf"stayed \(parameter\) +{kept}", drawn(look))
         result.backward()
-    assert one_line(ActivationOffload.__new__(ActivationOffload)).endswith("not made yet>")
+    assert one_line(ActivationOffload.__new__(ActivationOffload)).endswith("not initialized yet>")
 
 
-def test_a_forward_with_weights_in_a_store_says_so(disk_dir: Path) -> None:
+def test_patched_forward_repr_names_the_store(disk_dir: Path) -> None:
     model = Tower()
     with torch.no_grad(), open_store(disk_dir, 8 * BLOCK_BYTES) as store:
         dispatch_model(model, store)
@@ -162,7 +162,7 @@ def test_a_forward_with_weights_in_a_store_says_so(disk_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("look", [repr, drawn, lambda one: one._repr_html_()])
-def test_names_of_others_steer_nothing(look: Any, disk_dir: Path) -> None:
+def test_repr_escapes_names(look: Any, disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("[red]\x1b[31m<b>", {"[bold]\x1b": torch.zeros(1)})
         with store.acquire("[red]\x1b[31m<b>") as lease:

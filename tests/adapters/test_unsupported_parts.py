@@ -13,10 +13,10 @@ from torch import nn
 
 from tests.store.helpers import open_store
 from tierstore import disable_offload, dispatch_model, enable_group_offload
-from tierstore.adapters.nested import tensors_in, with_tensors
+from tierstore.adapters.nested import map_tensors, tensors_in
 
 pytestmark = pytest.mark.full(
-    "the model, how it is cut: each has its own part; test_parity.py runs on both devices",
+    "model and partition are independent; test_parity.py covers both devices",
     keep="any device",
 )
 
@@ -66,7 +66,7 @@ def traced() -> nn.Module:
 @pytest.mark.parametrize("part", [sparse, sparse_rows, quantized, four_bits, scripted, traced])
 @pytest.mark.parametrize("how", ["block_level", "leaf_level", "dispatch"])
 @torch.no_grad()
-def test_what_no_store_holds_stays_and_the_rest_is_offloaded(
+def test_unsupported_parts_stay_and_others_are_offloaded(
     part: Callable[[], nn.Module], how: str, disk_dir: Path
 ) -> None:
     torch.manual_seed(0)
@@ -95,7 +95,7 @@ class Rows:
 
 
 class Table(nn.Module):
-    """Gives a view of its weight, in an object of its own."""
+    """Returns a view of its weight in a custom object."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Table(nn.Module):
 
 
 @torch.no_grad()
-def test_a_view_of_a_weight_in_a_dataclass_is_a_copy(disk_dir: Path) -> None:
+def test_view_of_a_weight_in_a_dataclass_is_a_copy(disk_dir: Path) -> None:
     torch.manual_seed(0)
     model = nn.ModuleList([Table() for _ in range(6)])
     wanted = [part.table[:8].clone() for part in model]
@@ -118,10 +118,10 @@ def test_a_view_of_a_weight_in_a_dataclass_is_a_copy(disk_dir: Path) -> None:
         assert store.stats().bytes_read > 0
 
 
-def test_dataclasses_are_rebuilt_only_if_something_in_them_is_another() -> None:
+def test_dataclasses_are_rebuilt_only_if_a_field_changes() -> None:
     one = Rows(torch.zeros(2), "one")
-    assert with_tensors([one], lambda tensor: tensor)[0] is one
-    other = with_tensors({"a": one}, lambda tensor: tensor + 1)["a"]
+    assert map_tensors([one], lambda tensor: tensor)[0] is one
+    other = map_tensors({"a": one}, lambda tensor: tensor + 1)["a"]
     assert other is not one
     assert other.rows.tolist() == [1, 1]
     assert one.rows.tolist() == [0, 0]
