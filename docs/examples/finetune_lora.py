@@ -1,15 +1,14 @@
 """Fine-tune a LoRA on a language model that does not fit in RAM.
 
-The example makes a checkpoint of a Llama with random weights (nothing is downloaded), gives it a
-LoRA by peft, and trains that for a few steps with AdamW. It does so twice:
+The example makes a checkpoint of a Llama with random weights (nothing is downloaded), adds a LoRA
+with peft, and trains it for a few steps with AdamW. It does so twice:
 
 - plain: as usual;
-- tierstore: the same, after ``tierstore.dispatch_model``, under a RAM budget that is a fraction of
-  the model. The frozen weights are read from the checkpoint in the forward and in the backward
-  pass, and nothing of them is written.
+- tierstore: after ``tierstore.dispatch_model``, under a RAM budget smaller than the model. The
+  frozen weights are read from the checkpoint in the forward and backward pass, and never written.
 
-At the end the example prints what each step took, the most memory that weights took, and whether
-losses and the LoRA are equal bit for bit.
+At the end the example prints the cost of each step, the peak memory of weights, and whether losses
+and the LoRA are equal bit for bit.
 
 Takes about a minute on two cores, and 100 MB of disk. Needs peft and transformers; no GPU, no
 network.
@@ -29,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is made here
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
 import peft
 import torch
@@ -46,7 +45,7 @@ SEQUENCES, TOKENS = 2, 32  # of one batch
 
 
 def main() -> int:
-    """Train both ways, compare."""
+    """Train both ways and compare."""
     options = parse_arguments()
     with tempfile.TemporaryDirectory(prefix="tierstore-example-", dir=options.workdir) as directory:
         checkpoint = Path(directory) / "checkpoint"
@@ -62,7 +61,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--layers", type=int, default=8, help="of the Llama (default: %(default)s)")
@@ -77,7 +76,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def build(options: argparse.Namespace) -> Any:
-    """A Llama with random weights."""
+    """Build a Llama with random weights."""
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=options.width,
@@ -92,14 +91,14 @@ def build(options: argparse.Namespace) -> Any:
 
 
 def load(checkpoint: Path) -> Any:
-    """The model with a LoRA: peft freezes all the rest."""
+    """Load the model and add a LoRA; peft freezes the rest."""
     base = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     torch.manual_seed(0)
     return peft.get_peft_model(base, peft.LoraConfig(r=8, target_modules=["q_proj", "v_proj"]))
 
 
 def train(model: Any, steps: int, store: TierStore | None = None) -> dict[str, Any]:
-    """As everyone trains a LoRA."""
+    """Train the LoRA as usual."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(trained.values(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
@@ -123,7 +122,7 @@ def train(model: Any, steps: int, store: TierStore | None = None) -> dict[str, A
 def report(
     plain: dict[str, Any], ours: dict[str, Any], weights: int, memory: tuple[int, int]
 ) -> int:
-    """Print a table, and a last line that says whether the example showed what it promises."""
+    """Print a table, then whether the example succeeded, and return the exit code."""
     peak, budget = map(megabytes, memory)
     table = Table(
         title=f"Steps of {megabytes(weights)} of weights: {peak} in memory at most, of {budget}"
@@ -149,7 +148,7 @@ def report(
     if not same:
         print("FAILED: losses or the LoRA differ")
     elif not read:
-        print("FAILED: all of it fits the budget; give less --ram, or more --layers")
+        print("FAILED: everything fits the budget; use less --ram, or more --layers")
     elif written:
         print("FAILED: frozen weights were written")
     else:
@@ -158,7 +157,7 @@ def report(
 
 
 def megabytes(count: float) -> str:
-    """Bytes for a reader: 1 MB is 1,000,000 bytes."""
+    """Format bytes as MB (1,000,000 bytes)."""
     return f"{count / 1e6:,.1f} MB"
 
 

@@ -1,16 +1,15 @@
 """Run a diffusers pipeline in a quarter of the memory that its weights take, with the same output.
 
 The example builds a FluxPipeline of about 500 MB with random weights (nothing is downloaded) and
-saves it as a sharded checkpoint, as the hub would have it. It then runs the checkpoint twice, each
-time in a fresh process:
+saves it as a sharded checkpoint, as on the hub. It then runs the checkpoint twice, each time in a
+new process:
 
 - plain: ``from_pretrained`` and a call, as usual;
-- tierstore: the same, with ``enable_group_offload`` between the two, under a RAM budget.
+- tierstore: with ``enable_group_offload`` between the two, under a RAM budget.
 
-At the end it prints what each run took, and whether the two images are equal bit for bit. Memory is
-what the process gained over its state just after ``from_pretrained``, read from /proc (so: Linux).
-The weights that diffusers loads are mapped files, which a plain run pages in as it goes: that is
-why mapped memory has a row of its own.
+At the end it prints the cost of each run, and whether the two images are equal bit for bit. Memory
+is the increase since ``from_pretrained``, read from /proc. diffusers maps weights from files, which
+a plain run pages in, so mapped memory has its own row.
 
 Takes one to three minutes on two cores, and 500 MB of disk. Needs diffusers and transformers; no
 GPU, no network.
@@ -42,7 +41,7 @@ IMAGE_SIZE = 128
 
 
 def main() -> int:
-    """Build the checkpoint unless there is one, run it both ways, compare."""
+    """Build the checkpoint if there is none, run it both ways, and compare."""
     options = parse_arguments()
     if options.role:
         run_child(options)
@@ -61,7 +60,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line. With ``--role`` and ``--result`` the example starts itself for one run."""
+    """Parse the command line. ``--role`` and ``--result`` are for the processes that it starts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--budget", help='RAM for the weights, such as "64MB" (default: a quarter of them)')
@@ -80,7 +79,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_plain(checkpoint: Path, steps: int) -> dict[str, Any]:
-    """The pipeline as everyone runs it."""
+    """Run the pipeline as usual."""
     pipe = load_pipeline(checkpoint)
     with measure_memory() as memory:
         image, seconds = generate(pipe, steps)
@@ -88,7 +87,7 @@ def run_plain(checkpoint: Path, steps: int) -> dict[str, Any]:
 
 
 def run_offloaded(checkpoint: Path, steps: int, budget: str, disk_dir: Path) -> dict[str, Any]:
-    """The same, with the weights in a store that keeps at most ``budget`` of them in RAM."""
+    """Run it with its weights in a store, of which at most ``budget`` are in RAM."""
     from tierstore import TierStore, enable_group_offload
 
     pipe = load_pipeline(checkpoint)
@@ -110,14 +109,14 @@ def run_offloaded(checkpoint: Path, steps: int, budget: str, disk_dir: Path) -> 
 
 
 def load_pipeline(checkpoint: Path) -> diffusers.FluxPipeline:
-    """From disk, at the dtype in which the checkpoint was saved."""
+    """Load the pipeline in the dtype of its files."""
     pipe = diffusers.FluxPipeline.from_pretrained(checkpoint, dtype=torch.bfloat16)
     pipe.set_progress_bar_config(disable=True)
     return pipe
 
 
 def generate(pipe: diffusers.FluxPipeline, steps: int) -> tuple[torch.Tensor, float]:
-    """One image, and the mean seconds of a step (without the first, which warms up)."""
+    """Return an image, and the mean seconds per step without the first, which warms up."""
     ends = []
 
     def step_ended(_pipe: Any, _step: int, _timestep: Any, tensors: dict[str, Any]) -> Any:
@@ -142,7 +141,7 @@ def generate(pipe: diffusers.FluxPipeline, steps: int) -> tuple[torch.Tensor, fl
 
 @contextlib.contextmanager
 def measure_memory() -> Iterator[dict[str, int]]:
-    """Sample memory every 10 ms; the dict has, after the block, the peaks over the beginning."""
+    """Sample memory every 10 ms; after the block, the dict has the peaks above the start."""
     start = resident_memory()
     peak = dict(start)
     done = threading.Event()
@@ -164,7 +163,7 @@ def measure_memory() -> Iterator[dict[str, int]]:
 
 
 def resident_memory() -> dict[str, int]:
-    """This process's anonymous and file-mapped bytes in RAM."""
+    """Return the anonymous and file-mapped bytes of this process in RAM."""
     status = Path("/proc/self/status").read_text()
     lines = dict(line.split(":", 1) for line in status.splitlines())
     fields = {"anon": "RssAnon", "mapped": "RssFile"}
@@ -172,7 +171,7 @@ def resident_memory() -> dict[str, int]:
 
 
 def run_in_fresh_process(role: str, directory: Path, arguments: list[Any]) -> dict[str, Any]:
-    """Start this file again for one run: nothing allocated earlier is in its figures."""
+    """Run this file in a new process, so that earlier allocations are not in its figures."""
     print(f"running: {role}", flush=True)
     result = directory / f"{role}.pt"
     command = [sys.executable, __file__, "--role", role, "--result", result, *arguments]
@@ -182,7 +181,7 @@ def run_in_fresh_process(role: str, directory: Path, arguments: list[Any]) -> di
 
 
 def run_child(options: argparse.Namespace) -> None:
-    """One run, in the process started for it."""
+    """Do one run, in the process started for it."""
     if options.role == "plain":
         figures = run_plain(options.checkpoint, options.steps)
     else:
@@ -192,7 +191,7 @@ def run_child(options: argparse.Namespace) -> None:
 
 
 def report(plain: dict[str, Any], offloaded: dict[str, Any], size: int) -> int:
-    """Print the table, and a last line that says whether the example showed what it promises."""
+    """Print the table, then whether the example succeeded, and return the exit code."""
     identical = torch.equal(plain["image"], offloaded["image"])
     table = Table(title=f"FluxPipeline, {megabytes(size)} of weights")
     table.add_column("RAM: gained since from_pretrained")
@@ -217,7 +216,7 @@ def report(plain: dict[str, Any], offloaded: dict[str, Any], size: int) -> int:
 
 
 def megabytes(count: int) -> str:
-    """Bytes for a reader: 1 MB is 1,000,000 bytes."""
+    """Format bytes as MB (1,000,000 bytes)."""
     return f"{count / 1e6:,.1f} MB"
 
 
@@ -225,10 +224,10 @@ def megabytes(count: int) -> str:
 
 
 def build_checkpoint(directory: Path, heads: int = 6, blocks: int = 5) -> None:
-    """A FluxPipeline with the parts and the layout of FLUX.1, narrower and with random weights.
+    """Write a narrow FluxPipeline with the components and layout of FLUX.1 and random weights.
 
-    It is as wide as `heads` attention heads of 128 channels, and as deep as so many `blocks` of two
-    streams, with three times as many of one stream, and one more.
+    It has `heads` attention heads of 128 channels, `blocks` blocks of two streams, and
+    3 * `blocks` + 1 blocks of one stream.
     """
     torch.manual_seed(0)
     clip_width, t5_width, clip_vocabulary = 128, 256, clip_tokens()
@@ -284,7 +283,7 @@ def build_checkpoint(directory: Path, heads: int = 6, blocks: int = 5) -> None:
 
 @torch.no_grad()
 def randomise(module: torch.nn.Module) -> torch.nn.Module:
-    """Random bf16 matrices scaled by their fan-in, so that the image depends on all of them."""
+    """Fill matrices with bf16 noise scaled by fan-in, so that the image depends on all."""
     module = module.to(torch.bfloat16)
     for parameter in module.parameters():
         if parameter.ndim > 1:
@@ -293,7 +292,7 @@ def randomise(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def clip_tokens() -> dict[str, int]:
-    """The 256 bytes as byte-level BPE writes them, inside and at the end of a word."""
+    """Return the 256 byte tokens of byte-level BPE, inside and at the end of a word."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     letters = [chr(code) for code in (*printable, *range(256, 512 - len(printable)))]
     words = [*letters, *(letter + "</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
@@ -301,14 +300,14 @@ def clip_tokens() -> dict[str, int]:
 
 
 def t5_pieces() -> list[tuple[str, float]]:
-    """Pieces of one character each, after T5's special tokens and before its sentinels."""
+    """Return one-character pieces, between T5's special tokens and its sentinels."""
     special = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     characters = [(chr(code), -3.0) for code in range(0x21, 0x7F)]
     return [*special, *characters, *((f"<extra_id_{n}>", 0.0) for n in reversed(range(100)))]
 
 
 def quiet_libraries() -> None:
-    """Leave the terminal to the example: no bars, no warnings about parts that it does not use."""
+    """Disable the libraries' progress bars and warnings."""
     for library in (transformers, diffusers):
         library.utils.logging.disable_progress_bar()
         library.utils.logging.set_verbosity_error()

@@ -1,12 +1,12 @@
-"""A model whose checkpoint lies in an object store: RAM for a quarter of it, and disk for a half.
+"""Run a model from an object store, with RAM for a quarter of it and disk for a half.
 
 Takes some seconds, and 40 MB of disk. Needs `tierstore[remote]`; no GPU, no network.
 
     pip install 'tierstore[remote]'
     python docs/examples/run_from_object_store.py
 
-It runs offline: the object store is a directory, by its URL. With `s3://bucket/...`, and
-credentials in the environment, nothing else changes.
+It runs offline: a directory, by its URL, stands for the object store. To use a bucket, replace the
+URL with `s3://bucket/...` and set credentials in the environment.
 """
 
 import itertools
@@ -41,7 +41,7 @@ with tempfile.TemporaryDirectory() as folder, torch.no_grad():
     for one in layers:
         expected = one(expected)
 
-    empty = layer("meta")  # the shape of a layer; its weights come from the store
+    empty = layer("meta")  # its weights come from the store
     groups = {f"{i}": [f"{i}.{n}" for n in empty.state_dict()] for i in range(LAYERS)}
     for run in ("first", "second"):
         with TierStore(

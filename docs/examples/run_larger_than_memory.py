@@ -1,14 +1,13 @@
 """Run a language model in a third of the memory that its weights take, with the same text.
 
-The example makes a Llama with random weights (nothing is downloaded) and writes it as a sharded
-checkpoint, a layer at a time, so that the model may be larger than the memory. Then it
+The example writes a sharded checkpoint of a Llama with random weights (nothing is downloaded),
+layer by layer, so the model may be larger than memory. Then it
 
-- lets the plain model write a few tokens, as usual;
-- builds the model again without any memory, gives it to a store together with the checkpoint, and
-  lets it write the same tokens;
-- merges a LoRA into one layer of each, and lets both write again.
+- generates a few tokens with the plain model;
+- builds the model without memory, dispatches it with its checkpoint, and generates again;
+- merges a LoRA into one layer of each model, and generates with both.
 
-At the end it prints what that took, and whether the tokens are the same.
+At the end it prints the cost, and whether the tokens are the same.
 
 Takes less than a minute on two cores, and 120 MB of disk. Needs transformers and accelerate; no
 GPU, no network.
@@ -16,8 +15,8 @@ GPU, no network.
     python docs/examples/run_larger_than_memory.py
     python docs/examples/run_larger_than_memory.py --size 8GB --ram 2GB --dir /nvme/example
 
-Given a directory, it leaves the checkpoint there and uses it again. The plain model's weights are
-maps of the files: it runs in any case, but if the memory is too small it waits for the disk.
+With --dir, the checkpoint is kept and used again. The plain model's weights are mapped from the
+files, so it runs in any case, but waits for the disk if memory is too small.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is made here
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
 import accelerate
 import torch
@@ -51,11 +50,11 @@ LAYERS = 16
 HEAD = 64
 VOCABULARY = 2048
 PROMPT = 16
-NOT_TIMED = 3  # the first tokens: the order of use is learned then
+NOT_TIMED = 3  # the first tokens, during which the order of use is learned
 
 
 def main() -> int:
-    """Make the checkpoint unless there is one, run it both ways, compare."""
+    """Make the checkpoint if there is none, run it both ways, and compare."""
     options = parse_arguments()
     if options.dir is not None:
         return run(options, options.dir)
@@ -64,7 +63,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--size", type=parse_size, default="100MB", help="of all weights (default: %(default)s)")
@@ -78,7 +77,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run(options: argparse.Namespace, directory: Path) -> int:
-    """The plain model, then the dispatched one."""
+    """Run the plain model, then the dispatched one."""
     checkpoint = directory / f"llama-{options.size}"
     if not (checkpoint / "config.json").exists():
         print(f"writing a Llama to {checkpoint}", flush=True)
@@ -111,7 +110,7 @@ def run(options: argparse.Namespace, directory: Path) -> int:
 
 
 def config_for(size: int) -> transformers.LlamaConfig:
-    """A Llama of about `size` bytes: a layer takes some 49 bytes times the width squared."""
+    """Configure a Llama of about `size` bytes (a layer takes some 49 * width**2 bytes)."""
     heads = max(1, round(math.sqrt(size / LAYERS / 49) / HEAD))
     return transformers.LlamaConfig(
         vocab_size=VOCABULARY,
@@ -122,18 +121,18 @@ def config_for(size: int) -> transformers.LlamaConfig:
         num_key_value_heads=heads,
         max_position_embeddings=512,
         bos_token_id=None,
-        eos_token_id=None,  # it never ends by itself
+        eos_token_id=None,  # generates until max_new_tokens
         dtype="float32",
     )
 
 
 def read_config(checkpoint: Path) -> transformers.LlamaConfig:
-    """What a checkpoint says about its model."""
+    """Read the config of a checkpoint."""
     return transformers.LlamaConfig.from_pretrained(checkpoint)
 
 
 def save(config: transformers.LlamaConfig, checkpoint: Path) -> None:
-    """A checkpoint of random weights, as from the hub: a shard for each layer, and an index."""
+    """Write a checkpoint of random weights with a shard per layer and an index, as on the hub."""
     with torch.device("meta"):
         empty = transformers.LlamaForCausalLM(config).state_dict()
     checkpoint.mkdir(parents=True, exist_ok=True)
@@ -145,29 +144,29 @@ def save(config: transformers.LlamaConfig, checkpoint: Path) -> None:
         weight_map.update(dict.fromkeys(tensors, shard))
     index = {"metadata": {}, "weight_map": weight_map}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    config.save_pretrained(checkpoint)  # last: what has it is complete
+    config.save_pretrained(checkpoint)  # last: marks the checkpoint as complete
 
 
 def shard_of(name: str) -> str:
-    """The file that has a weight: `model.layers.3.mlp.up_proj.weight` is in `layers.3`."""
+    """Return the file of a weight: `model.layers.3.mlp.up_proj.weight` is in `layers.3`."""
     words = name.split(".")
     part = ".".join(words[1:3]) if words[1] == "layers" else words[-2]
     return f"model-{part}.safetensors"
 
 
 def random_weight(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """What keeps numbers that pass through it of about the same size."""
+    """Return a random weight that roughly preserves the scale of activations."""
     if like.ndim == 1:  # a norm
         return torch.ones(like.shape)
     edge = math.sqrt(3 / like.shape[-1])
     return torch.empty(like.shape).uniform_(-edge, edge, generator=generator)
 
 
-# --- what is done with it -------------------------------------------------------------------------
+# --- running it -----------------------------------------------------------------------------------
 
 
 class Written(BaseStreamer):
-    """What a model has written; after each token, the time and the bytes read so far."""
+    """Generated tokens, with the time and the bytes read so far after each."""
 
     def __init__(self, store: TierStore | None) -> None:
         self.store = store
@@ -184,22 +183,22 @@ class Written(BaseStreamer):
         """Called by transformers."""
 
     def seconds_per_token(self) -> float:
-        """The median of those that count."""
+        """Median seconds of the timed tokens."""
         return statistics.median(differences(self.times)[NOT_TIMED:])
 
     def read_per_token(self) -> float:
-        """The mean of those that count: a prefetch may begin the next token's reads."""
+        """Mean bytes read per timed token (a prefetch may read for the next token)."""
         return statistics.mean(differences(self.read)[NOT_TIMED:])
 
 
 def differences(values: list[Any]) -> list[Any]:
-    """Between neighbours."""
+    """Return the differences of neighbouring values."""
     return [after - before for before, after in itertools.pairwise(values)]
 
 
 @torch.no_grad()
 def write(model: Any, count: int, store: TierStore | None = None) -> Written:
-    """Have a model write the likeliest tokens. It does not matter whether it is dispatched."""
+    """Generate greedily, with a plain or a dispatched model."""
     written = Written(store)
     prompt = torch.arange(1, PROMPT + 1)[None]
     tokens = model.generate(
@@ -214,7 +213,7 @@ def write(model: Any, count: int, store: TierStore | None = None) -> Written:
 
 
 def merge_lora(model: Any) -> None:
-    """Add a product of rank 4 to one weight. The same code serves plain and dispatched models."""
+    """Add a product of rank 4 to one weight, of a plain or a dispatched model."""
     generator = torch.Generator().manual_seed(1)
     with edit_weights(model.model.layers[LAYERS // 2].mlp.down_proj) as layer:
         height, width = layer.weight.shape
@@ -229,7 +228,7 @@ def merge_lora(model: Any) -> None:
 def report(
     weights: int, expected: list[Written], found: list[Written], before: Stats, merged: Stats
 ) -> int:
-    """Print the table, and a last line that says whether the example showed what it promises."""
+    """Print the table, then whether the example succeeded, and return the exit code."""
     same = [a.tokens == b.tokens for a, b in zip(expected, found, strict=True)]
     differs = expected[0].tokens != expected[1].tokens
     plain, ours = expected[0], found[0]
@@ -259,7 +258,7 @@ def report(
 
 
 def megabytes(count: float) -> str:
-    """Bytes for a reader: 1 MB is 1,000,000 bytes."""
+    """Format bytes as MB (1,000,000 bytes)."""
     return f"{count / 1e6:,.1f} MB"
 
 

@@ -1,9 +1,9 @@
 """Serve one model to two processes from one host memory, and run both at once.
 
-The example writes a checkpoint of random weights (nothing is downloaded), starts `tierstore-serve`,
-and two workers: each is a process of its own that loads the model and runs it a few times. Both
-lease their weights of the service, which reads each from disk once. At the end it prints what was
-read, what the workers used, and whether their results are those of the plain model.
+The example writes a checkpoint of random weights (nothing is downloaded) and starts
+`tierstore-serve` and two workers: processes that load the model and run it a few times. They lease
+weights from the service, which reads each from disk once. At the end it prints the bytes read and
+leased, and whether the results equal those of the plain model.
 
 Takes less than a minute on two cores, and 70 MB of disk. Needs `tierstore[serve]`; no GPU, no
 network.
@@ -11,8 +11,7 @@ network.
     python docs/examples/serve_two_workers.py
     python docs/examples/serve_two_workers.py --size 4GB --ram 3GB --workers 4 --dir /nvme/example
 
-With less --ram than weights, the service reads some of them again. Given a directory, the example
-leaves its files there.
+With less --ram than weights, the service reads some of them again. With --dir, the files are kept.
 """
 
 from __future__ import annotations
@@ -38,19 +37,19 @@ from torch import nn
 
 from tierstore import TierStore, load_checkpoint_and_dispatch
 from tierstore.model.sizes import parse_size
-from tierstore.wire.asking import report_of
+from tierstore.wire.status import query_status
 
 LAYERS = 16
 
 
 def main() -> int:
-    """Serve, run the workers, compare."""
+    """Serve the model, run the workers, and compare."""
     options = parse_arguments()
     if options.worker:
         print(json.dumps(work(options)))
         return 0
     with contextlib.ExitStack() as stack:
-        # The path of a socket is short, and its directory only for its user.
+        # A socket needs a short path, in a directory of its user only.
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="tierstore-example-"))
         directory = options.dir or Path(folder)
         checkpoint = directory / f"layers-{options.size}.safetensors"
@@ -61,13 +60,13 @@ def main() -> int:
             workers = [start(options, checkpoint, socket) for _ in range(options.workers)]
             done = [result_of(worker) for worker in workers]
             seconds = time.perf_counter() - started
-            read = report_of(str(socket)).read_bytes
+            read = query_status(str(socket)).read_bytes
         expected = run(plain(checkpoint), options.passes)
     return report(weights, ram, read, seconds, done, expected)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--size", type=parse_size, default="64MB", help="of all weights (default: %(default)s)")
@@ -84,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
 
 @contextlib.contextmanager
 def serving(directory: Path, ram: int, socket: Path) -> Iterator[None]:
-    """The service, as `tierstore-serve DIR --ram SIZE --socket PATH` starts it."""
+    """Run the service, like `tierstore-serve DIR --ram SIZE --socket PATH`."""
     words = [directory, "--ram", f"{ram}B", "--socket", socket]
     service = subprocess.Popen([sys.executable, "-m", "tierstore.service", *map(str, words)])
     try:
@@ -102,7 +101,7 @@ def serving(directory: Path, ram: int, socket: Path) -> Iterator[None]:
 
 
 def work(options: argparse.Namespace) -> dict[str, Any]:
-    """What a worker does. But for `connect`, it is what any process does with a store."""
+    """Run the model in a worker. Except for `connect`, the code is that of any store."""
     checkpoint, socket = options.worker
     with torch.device("meta"):
         model = model_of(options.size)
@@ -113,7 +112,7 @@ def work(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def start(options: argparse.Namespace, checkpoint: Path, socket: Path) -> subprocess.Popen[str]:
-    """A process that runs this file, as a worker."""
+    """Start this file as a worker."""
     words = ["--worker", checkpoint, socket, "--size", f"{options.size}B"]
     words += ["--passes", options.passes]
     command = [sys.executable, os.path.abspath(__file__), *map(str, words)]
@@ -121,7 +120,7 @@ def start(options: argparse.Namespace, checkpoint: Path, socket: Path) -> subpro
 
 
 def result_of(worker: subprocess.Popen[str]) -> dict[str, Any]:
-    """What a worker printed."""
+    """Wait for a worker and parse its output."""
     output, _ = worker.communicate()
     if worker.returncode:
         raise SystemExit("FAILED: a worker has failed")
@@ -133,13 +132,13 @@ def result_of(worker: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def model_of(size: int) -> nn.Sequential:
-    """A model of about `size` bytes."""
+    """Build a model of about `size` bytes."""
     width = max(64, round(math.sqrt(size / LAYERS / 4) / 64) * 64)
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
 
 
 def save(checkpoint: Path, size: int) -> int:
-    """Write the checkpoint. Returns its bytes."""
+    """Write the checkpoint and return its size in bytes."""
     torch.manual_seed(0)
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     weights = model_of(size).state_dict()
@@ -148,7 +147,7 @@ def save(checkpoint: Path, size: int) -> int:
 
 
 def plain(checkpoint: Path) -> nn.Module:
-    """The model in memory, as usual."""
+    """Load the model into memory, as usual."""
     weights = load_file(checkpoint)
     model = model_of(sum(weight.nbytes for weight in weights.values()))
     model.load_state_dict(weights)
@@ -157,7 +156,7 @@ def plain(checkpoint: Path) -> nn.Module:
 
 @torch.no_grad()
 def run(model: nn.Sequential, passes: int) -> list[float]:
-    """Some numbers that depend on all weights."""
+    """Compute numbers that depend on all weights."""
     x = torch.ones(4, model[0].in_features)
     for _ in range(passes):
         x = nn.functional.normalize(model(x) + 1)
@@ -175,7 +174,7 @@ def report(
     done: list[dict[str, Any]],
     expected: list[float],
 ) -> int:
-    """Print a table, and a last line that says whether the example showed what it promises."""
+    """Print a table, then whether the example succeeded, and return the exit code."""
     table = Table(title=f"{len(done)} workers, {seconds:.1f} s")
     table.add_column("MB")
     table.add_column("", justify="right")
@@ -187,7 +186,7 @@ def report(
     if any(worker["result"] != expected for worker in done):
         print("FAILED: a worker has another result than the plain model")
     elif read >= rows["leased by the workers"]:
-        print("FAILED: what was read served nobody twice; give it more --ram")
+        print("FAILED: the workers shared no reads; use more --ram")
     else:
         print("OK: the results of the plain model, and less was read than was used")
         return 0

@@ -1,18 +1,17 @@
-"""Train a model that FSDP2 spreads over processes, each rank with its shards in a store of its own.
+"""Train a model that FSDP2 spreads over processes, with each rank's shards in its own store.
 
-Every rank trains the model twice, with FSDP2 alone and on a store with room for a part of its
-shards, gradients and states, and compares: losses, norms and weights are the same to the last bit.
-The processes talk over gloo, and compute on the CPU. Nothing is downloaded.
+Every rank trains the model twice: with FSDP2 alone, and on a store that is smaller than its shards,
+gradients and states. Losses, norms and weights are the same to the last bit. The processes
+communicate over gloo and compute on the CPU. Nothing is downloaded.
 
-Takes less than a minute on two cores, and a few MB of disk. Needs nothing but torch; no GPU, no
-network.
+Takes less than a minute on two cores, and a few MB of disk. Needs only torch; no GPU, no network.
 
     python docs/examples/train_in_several_processes.py
     python docs/examples/train_in_several_processes.py --processes 4 --width 512 --ram 32MB
     torchrun --nproc-per-node 2 docs/examples/train_in_several_processes.py
 
-By itself it starts `--processes` ranks; `torchrun` starts as many as it is told. `--ram` is that of
-each rank. It needs ten times the largest shard.
+Without `torchrun`, the example starts `--processes` ranks. `--ram` is the budget of each rank: at
+least ten times the largest shard.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ BLOCKS, BATCH = 12, 16
 
 
 def main() -> int:
-    """Start the ranks, unless torchrun has."""
+    """Start the ranks, unless torchrun did."""
     options = parse_arguments()
     if "RANK" in os.environ:
         return rank_of_torchrun(options)
@@ -51,7 +50,7 @@ def main() -> int:
 
 
 def rank_of_torchrun(options: argparse.Namespace) -> int:
-    """One of the ranks that torchrun has started; it says where they meet."""
+    """Run as a rank that torchrun started."""
     dist.init_process_group("gloo")
     with tempfile.TemporaryDirectory(prefix="tierstore-example-") as folder:
         found = train(folder, options)
@@ -64,7 +63,7 @@ def rank_of_torchrun(options: argparse.Namespace) -> int:
 
 
 def rank(number: int, world: int, folder: str, options: argparse.Namespace) -> None:
-    """One of the ranks that this example has started."""
+    """Run as a rank that this example started."""
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=number, world_size=world)
     torch.save(train(f"{folder}/store-{number}", options), Path(folder) / f"{number}.pt")
@@ -72,7 +71,7 @@ def rank(number: int, world: int, folder: str, options: argparse.Namespace) -> N
 
 
 def sharded(width: int) -> nn.Module:
-    """The same model in each rank, spread over all of them. Each block is gathered by itself."""
+    """Build the same model in each rank, sharded over all ranks by blocks."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     blocks = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(BLOCKS)]
@@ -84,7 +83,7 @@ def sharded(width: int) -> nn.Module:
 
 
 def train(directory: str, options: argparse.Namespace) -> dict[str, float]:
-    """Train in both ways at once. Returns what this rank has to say of it."""
+    """Train both ways at once, compare, and return this rank's figures."""
     torch.set_num_threads(1)
     plain = sharded(options.width)
     usual = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
@@ -125,7 +124,7 @@ def train(directory: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def show(results: list[dict[str, float]], options: argparse.Namespace) -> None:
-    """Say what each rank had, kept in RAM and moved."""
+    """Print the state, the peak of RAM and the transfers of each rank."""
     console = Console()
     table = Table(title=f"{options.steps} steps, each rank with {options.ram / 1e6:.0f} MB of RAM")
     for name in ("rank", "loss", "state (MB)", "in RAM at most (MB)", "read (MB)", "written (MB)"):
@@ -135,11 +134,11 @@ def show(results: list[dict[str, float]], options: argparse.Namespace) -> None:
         table.add_row(str(number), f"{found['loss']:.4f}", *moved)
     console.print(table)
     assert all(found["peak"] <= options.ram for found in results)
-    print("OK: every loss, norm and weight is that of FSDP2 alone")
+    print("OK: every loss, norm and weight equals that of FSDP2 alone")
 
 
 def parse_arguments() -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,17 +1,15 @@
 """Train a transformer whose parameters, gradients and optimizer states do not fit in RAM.
 
-The example builds a Llama from a config, with random weights (nothing is downloaded), and trains
-it for a few steps with AdamW on tokens of its own making. It does so twice, each time in a fresh
-process:
+The example builds a Llama with random weights (nothing is downloaded) and trains it for a few
+steps with AdamW on generated tokens. It does so twice, each time in a new process:
 
 - plain: as usual;
-- tierstore: the same, with ``tierstore.OffloadModel`` and ``tierstore.OffloadOptimizer``, under a
-  RAM budget that is a fraction of what there is to keep.
+- tierstore: with ``tierstore.OffloadModel`` and ``tierstore.OffloadOptimizer``, under a RAM budget
+  smaller than the training state.
 
-Both compute each layer again in the backward pass, so that activations take little. At the end
-the example prints what each step took, and whether losses and weights are equal bit for bit.
-Memory is anonymous memory over what the process had before there was a model, read from /proc
-(so: Linux).
+Both recompute each layer in the backward pass, so activations take little memory. At the end the
+example prints the cost of each step, and whether losses and weights are equal bit for bit. Memory
+is anonymous memory beyond that of the process before the model was built, read from /proc.
 
 Takes some minutes on two cores, and 240 MB of disk. Needs transformers; no GPU, no network.
 
@@ -32,7 +30,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is made here
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing is downloaded
 
 import torch
 import transformers
@@ -45,14 +43,14 @@ from tierstore.model.sizes import parse_size
 LAYERS = 16
 HEAD = 64
 VOCABULARY = 2048
-USED = 64  # tokens that occur
+USED = 64  # tokens in use
 SEQUENCES, TOKENS = 2, 32  # of one batch
 RATE = 3e-4
 COPIES = 4  # a parameter, its gradient, and the two states of AdamW
 
 
 def main() -> int:
-    """Train both ways, compare."""
+    """Train both ways and compare."""
     options = parse_arguments()
     if options.role:
         run_child(options)
@@ -66,7 +64,7 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line. With ``--role`` and ``--result`` the example starts itself for one run."""
+    """Parse the command line. ``--role`` and ``--result`` are for the processes that it starts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--size", type=parse_size, default="120MB", help="of all parameters (default: %(default)s)")
@@ -85,7 +83,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_plain(options: argparse.Namespace) -> dict[str, Any]:
-    """As everyone trains."""
+    """Train as usual."""
     with Memory() as memory:
         model = build(options.size)
         recompute(model)
@@ -104,7 +102,7 @@ def run_plain(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def run_offloaded(options: argparse.Namespace) -> dict[str, Any]:
-    """The same, with all that is trained in a store."""
+    """Train with parameters, gradients and states in a store."""
     disk_dir = options.result.parent / "store"
     with Memory() as memory, TierStore(f"{options.ram}B", disk_dir, device="cpu") as store:
         model = OffloadModel(build(options.size), store, checkpoint_activation=True)
@@ -127,7 +125,7 @@ def run_offloaded(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def build(size: int) -> Any:
-    """A Llama of about `size` bytes: a layer takes some 49 bytes times the width squared."""
+    """Build a Llama of about `size` bytes (a layer takes some 49 * width**2 bytes)."""
     heads = max(1, round(math.sqrt(size / LAYERS / 49) / HEAD))
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
@@ -144,14 +142,13 @@ def build(size: int) -> Any:
 
 
 def recompute(model: Any) -> None:
-    """Have each layer computed again in the backward pass. (Its name was another before
-    transformers 5.)"""
+    """Recompute each layer in the backward pass (under another name before transformers 5)."""
     enable = getattr(model, "activation_checkpointing_enable", None)
     (enable or model.gradient_checkpointing_enable)()
 
 
 def batches(count: int) -> list[torch.Tensor]:
-    """Sequences of a few tokens only, that count on in steps: there is something to learn."""
+    """Make sequences of a few tokens that count up in steps, so there is something to learn."""
     generator = torch.Generator().manual_seed(1)
     made = []
     for _ in range(count):
@@ -162,7 +159,7 @@ def batches(count: int) -> list[torch.Tensor]:
 
 
 def moved(before: Stats, after: Stats) -> dict[str, int]:
-    """What was read from disk and written to it meanwhile."""
+    """Return the bytes read from disk and written to it between two `stats()`."""
     return {
         "read": after.bytes_read - before.bytes_read,
         "written": after.bytes_written - before.bytes_written,
@@ -173,7 +170,7 @@ def moved(before: Stats, after: Stats) -> dict[str, int]:
 
 
 class Memory:
-    """Samples memory every 5 ms. `peaks` has, for each part of a run, the most over the start."""
+    """Samples memory every 5 ms. `peaks` has the peak above the start for each part of a run."""
 
     def __init__(self) -> None:
         self.peaks = {"building": 0}
@@ -191,7 +188,7 @@ class Memory:
         self._sampler.join()
 
     def next(self, part: str) -> None:
-        """From now on it is another part."""
+        """Begin another part of the run."""
         self.peaks[part] = 0
         self._part = part
 
@@ -202,14 +199,14 @@ class Memory:
 
 
 def anonymous_memory() -> int:
-    """This process's bytes in RAM that are not those of a file."""
+    """Return the bytes of this process's anonymous memory in RAM."""
     status = Path("/proc/self/status").read_text()
     lines = dict(line.split(":", 1) for line in status.splitlines())
     return int(lines["RssAnon"].split()[0]) * 1024
 
 
 def run_in_fresh_process(role: str, directory: Path, arguments: list[Any]) -> dict[str, Any]:
-    """Start this file again for one run: nothing allocated earlier is in its figures."""
+    """Run this file in a new process, so that earlier allocations are not in its figures."""
     print(f"running: {role}", flush=True)
     result = directory / f"{role}.pt"
     command = [sys.executable, __file__, "--role", role, "--result", result, *arguments]
@@ -219,7 +216,7 @@ def run_in_fresh_process(role: str, directory: Path, arguments: list[Any]) -> di
 
 
 def run_child(options: argparse.Namespace) -> None:
-    """One run, in the process started for it."""
+    """Do one run, in the process started for it."""
     figures = run_plain(options) if options.role == "plain" else run_offloaded(options)
     torch.save(figures, options.result)
 
@@ -228,7 +225,7 @@ def run_child(options: argparse.Namespace) -> None:
 
 
 def report(plain: dict[str, Any], ours: dict[str, Any]) -> int:
-    """Print the tables, and a last line that says whether the example showed what it promises."""
+    """Print the tables, then whether the example succeeded, and return the exit code."""
     parameters = sum(tensor.nbytes for tensor in plain["weights"].values())
     Console().print(table_of_steps(plain["steps"], ours["steps"]))
     Console().print(table_of_memory(parameters, plain["memory"], ours["memory"], ours["stats"]))
@@ -240,7 +237,7 @@ def report(plain: dict[str, Any], ours: dict[str, Any]) -> int:
     if not same:
         print("FAILED: losses or weights differ")
     elif not streamed:
-        print("FAILED: all of it fits the budget; give less --ram, or a larger --size")
+        print("FAILED: everything fits the budget; use less --ram, or a larger --size")
     else:
         with_less = [megabytes(run["memory"]["training"]) for run in (ours, plain)]
         print(
@@ -251,7 +248,7 @@ def report(plain: dict[str, Any], ours: dict[str, Any]) -> int:
 
 
 def table_of_steps(plain: list[dict[str, Any]], ours: list[dict[str, Any]]) -> Table:
-    """A line for each step."""
+    """Make a table with a row per step."""
     table = Table(title="Steps of a Llama, plain and with tierstore")
     for name in ("step", "loss, plain", "loss", "read", "written", "seconds, plain", "seconds"):
         table.add_column(name, justify="right")
@@ -271,7 +268,7 @@ def table_of_steps(plain: list[dict[str, Any]], ours: list[dict[str, Any]]) -> T
 def table_of_memory(
     parameters: int, plain: dict[str, int], ours: dict[str, int], stats: dict[str, Any]
 ) -> Table:
-    """What was where, at most."""
+    """Make a table of peak memory, in the process and per tier."""
     table = Table(title="Memory")
     table.add_column("bytes")
     table.add_column("plain", justify="right")
@@ -287,7 +284,7 @@ def table_of_memory(
 
 
 def megabytes(count: float) -> str:
-    """Bytes for a reader: 1 MB is 1,000,000 bytes."""
+    """Format bytes as MB (1,000,000 bytes)."""
     return f"{count / 1e6:,.1f} MB"
 
 

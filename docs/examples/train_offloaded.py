@@ -1,17 +1,14 @@
 """Train a transformer with its activations in a store, and get the same weights.
 
-The example builds a WanTransformer3DModel (the part of a video pipeline that is trained) from a
-config, with random weights, and trains it for a few steps with AdamW. It does so twice, each time
-in a fresh process:
+The example builds a WanTransformer3DModel (the trained part of a video pipeline) with random
+weights, and trains it for a few steps with AdamW. It does so twice, each time in a new process:
 
 - plain: as usual;
-- tierstore: the same, with ``tierstore.offload_activations`` around the forward, under a RAM
-  budget.
+- tierstore: with ``tierstore.offload_activations`` around the forward, under a RAM budget.
 
-At the end it prints what each run took, and whether losses and weights are equal bit for bit.
-Memory is anonymous memory over a baseline, read from /proc (so: Linux). At the baseline there are
-already weights, gradients and the state of AdamW, because one step on a tiny batch has been taken:
-what is left is what activations take.
+At the end it prints the cost of each run, and whether losses and weights are equal bit for bit.
+Memory is anonymous memory above a baseline, read from /proc. The baseline is taken after a step on
+a tiny batch: it has weights, gradients and AdamW's state, so the rest is activations.
 
 Takes some minutes on two cores, and 50 MB of disk. Needs diffusers; no GPU, no network.
 
@@ -43,7 +40,7 @@ TEXT_TOKENS, TEXT_WIDTH = 32, 256
 
 
 def main() -> int:
-    """Train both ways, compare."""
+    """Train both ways and compare."""
     options = parse_arguments()
     if options.role:
         run_child(options)
@@ -57,11 +54,11 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line. With ``--role`` and ``--result`` the example starts itself for one run."""
+    """Parse the command line. ``--role`` and ``--result`` are for the processes that it starts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--budget", default="64MB", help="RAM for activations (default: %(default)s)")
-    add("--min-size", default="1MB", help="smaller ones are left alone (default: %(default)s)")
+    add("--min-size", default="1MB", help="offload no smaller tensors (default: %(default)s)")
     add("--steps", type=int, default=3, help="steps of training (default: %(default)s)")
     add("--workdir", type=Path, help="where temporary files go (default: the system's directory)")
     add("--role", choices=("plain", "tierstore"), help=argparse.SUPPRESS)
@@ -76,14 +73,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def run_plain(training: Training, steps: int) -> dict[str, Any]:
-    """As everyone trains."""
+    """Train as usual."""
     with measure_memory() as memory:
         done = [training.step() for _ in range(steps)]
     return {"steps": done, **memory}
 
 
 def run_offloaded(training: Training, steps: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The same, with what autograd saves in a store that keeps at most the budget in RAM."""
+    """Train with saved activations in a store, within the budget."""
     import tierstore
 
     disk_dir = options.result.parent / "store"
@@ -100,7 +97,7 @@ def run_offloaded(training: Training, steps: int, options: argparse.Namespace) -
 
 
 class Training:
-    """The model, its optimizer and the data. The same numbers every time it is made."""
+    """The model, its optimizer and its data, with the same random numbers in every run."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -114,10 +111,10 @@ class Training:
             rope_max_seq_len=32,
         ).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        self._update(self._loss(side=2))  # from now on there are gradients and AdamW's state
+        self._update(self._loss(side=2))  # allocates gradients and AdamW's state
 
     def step(self, around: AbstractContextManager[Any] | None = None) -> tuple[float, float]:
-        """One step of training, with something around the forward. The loss, and the seconds."""
+        """Take a step, with the forward inside `around`. Return the loss and the seconds."""
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=False)
         with around or nullcontext():
@@ -126,7 +123,7 @@ class Training:
         return value, time.perf_counter() - started
 
     def _loss(self, side: int) -> torch.Tensor:
-        """What flow matching asks for: the way from the video to noise."""
+        """Compute the loss of flow matching: predict the velocity from the video to noise."""
         video, noise = torch.randn(2, 1, CHANNELS, FRAMES, side, side)
         timestep = torch.randint(1, 1000, (1,))
         share = timestep / 1000
@@ -149,7 +146,7 @@ class Training:
 
 @contextlib.contextmanager
 def measure_memory() -> Iterator[dict[str, int]]:
-    """Sample memory every 5 ms; the dict has, after the block, the peak over the beginning."""
+    """Sample memory every 5 ms; after the block, the dict has the peak above the start."""
     start = peak = anonymous_memory()
     done = threading.Event()
 
@@ -170,14 +167,14 @@ def measure_memory() -> Iterator[dict[str, int]]:
 
 
 def anonymous_memory() -> int:
-    """This process's bytes in RAM that are not those of a file."""
+    """Return the bytes of this process's anonymous memory in RAM."""
     status = Path("/proc/self/status").read_text()
     lines = dict(line.split(":", 1) for line in status.splitlines())
     return int(lines["RssAnon"].split()[0]) * 1024
 
 
 def run_in_fresh_process(role: str, directory: Path, arguments: list[Any]) -> dict[str, Any]:
-    """Start this file again for one run: nothing allocated earlier is in its figures."""
+    """Run this file in a new process, so that earlier allocations are not in its figures."""
     print(f"running: {role}", flush=True)
     result = directory / f"{role}.pt"
     command = [sys.executable, __file__, "--role", role, "--result", result, *arguments]
@@ -187,7 +184,7 @@ def run_in_fresh_process(role: str, directory: Path, arguments: list[Any]) -> di
 
 
 def run_child(options: argparse.Namespace) -> None:
-    """One run, in the process started for it."""
+    """Do one run, in the process started for it."""
     training = Training()
     if options.role == "plain":
         figures = run_plain(training, options.steps)
@@ -201,7 +198,7 @@ def run_child(options: argparse.Namespace) -> None:
 
 
 def report(plain: dict[str, Any], offloaded: dict[str, Any], budget: str) -> int:
-    """Print the table, and a last line that says whether the example showed what it promises."""
+    """Print the table, then whether the example succeeded, and return the exit code."""
     losses = [[loss for loss, _ in run["steps"]] for run in (plain, offloaded)]
     identical = {
         "losses": losses[0] == losses[1],
@@ -236,7 +233,7 @@ def report(plain: dict[str, Any], offloaded: dict[str, Any], budget: str) -> int
 
 
 def activation_rows(figures: dict[str, Any]) -> Iterator[tuple[str, int]]:
-    """What became of the memory that autograd saved, in bytes."""
+    """Yield how many saved bytes were offloaded, kept (by reason) and shared."""
     yield "saved by autograd", figures["saved_bytes"]
     yield "  shipped to the store", figures["shipped_bytes"]
     for reason, nbytes in figures["skipped"].items():
@@ -245,7 +242,7 @@ def activation_rows(figures: dict[str, Any]) -> Iterator[tuple[str, int]]:
 
 
 def megabytes(count: float) -> str:
-    """Bytes for a reader: 1 MB is 1,000,000 bytes."""
+    """Format bytes as MB (1,000,000 bytes)."""
     return f"{count / 1e6:,.1f} MB"
 
 
