@@ -72,6 +72,8 @@ def parse_arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.steps < 2:
         parser.error("--steps must be 2 or more: the first step is not timed")
+    if options.workdir and not options.workdir.is_dir():
+        parser.error(f"there is no directory {options.workdir}: give an existing --workdir")
     return options
 
 
@@ -206,7 +208,7 @@ def report(plain: dict[str, Any], offloaded: dict[str, Any], size: int) -> int:
     ):
         table.add_row(name, "-", megabytes(offloaded[key]))
     waits = "{hits} / {late} / {misses}".format(**offloaded)
-    table.add_row("groups ready / late / missed", "-", waits)
+    table.add_row("acquires: hits / late / misses", "-", waits)
     table.add_row("seconds per step", f"{plain['seconds']:.2f}", f"{offloaded['seconds']:.2f}")
     table.add_row("identical output", "-", "yes" if identical else "NO")
     Console().print(table)

@@ -13,6 +13,7 @@ from tests.cli.conftest import Inspect, on_terminal, tree
 from tests.helpers.events import before
 from tests.helpers.files import flip_bit, object_file
 from tests.helpers.system_calls import system_call
+from tests.store.helpers import open_store, pages
 from tierstore.system.locking import is_locked
 
 ORPHAN = "object-0123456789abcdef"
@@ -208,6 +209,24 @@ def test_rm_unknown_key_removes_nothing(store: Path, inspect: Inspect, how: str)
     assert "'c'" in result.stderr
     assert "'a'" not in result.stderr
     assert keys(inspect, store) == ["a", "b", "layers/0"]
+
+
+def test_rm_unknown_key_is_reported_before_the_confirmation(store: Path, inspect: Inspect) -> None:
+    result = inspect("rm", store, "layer/0")
+    assert result.exit_code == 4
+    problem = f"Error: {store} has no group 'layer/0'. Did you mean 'layers/0'?"
+    assert result.stderr.splitlines()[0] == problem
+    assert "terminal" not in result.stderr
+
+
+def test_rm_unknown_key_suggests_few_of_many(tmp_path: Path, inspect: Inspect) -> None:
+    with open_store(tmp_path / "many") as opened:
+        for number in range(20):
+            opened.put(f"layers/{number}", pages(number, 1))
+        opened.flush()
+    stderr = inspect("rm", tmp_path / "many", "layers").stderr
+    assert stderr.count("'layers/") == 3
+    assert "--dry-run" not in stderr
 
 
 def test_rm_does_not_remove_a_link(store: Path, tmp_path: Path, inspect: Inspect) -> None:

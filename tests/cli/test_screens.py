@@ -109,7 +109,7 @@ def test_default_directory_is_that_of_stores(store: Path, tmp_path: Path, inspec
     assert found.stderr == f"No DIR given: using {default}, the default directory.\n"
     nothing = inspect("ls", **{**env, "XDG_CACHE_HOME": str(tmp_path / "empty")})
     assert nothing.exit_code == 2
-    assert "is not a directory" in nothing.stderr
+    assert "there is no directory" in nothing.stderr
 
 
 @pytest.mark.parametrize("args", [("rm", "a", "-y"), ("prune", "-y"), ("bench",)])

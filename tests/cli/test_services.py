@@ -142,7 +142,7 @@ def test_ps_takes_the_directory_that_is_served(
 def test_ps_path_not_a_service_fails(name: str, tmp_path: Path, inspect: Inspect) -> None:
     result = inspect(name, tmp_path / "missing")
     assert result.exit_code == 2
-    assert "neither a socket nor a served directory" in result.stderr
+    assert f"there is no socket or directory {tmp_path / 'missing'}" in result.stderr
     (tmp_path / "file").touch()
     result = inspect(name, tmp_path / "file")
     assert result.exit_code == 1

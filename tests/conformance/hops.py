@@ -105,7 +105,7 @@ class HopConformance(ABC):
         way.hop.times.notify(calls.append, *copied.marks)
         way.hop.times.poll()
         [(began, ended)] = calls
-        assert copied.marks[0].asked <= began <= ended
+        assert copied.marks[0].requested <= began <= ended
 
     def test_copy_end_is_notified_at_most_once(self, way: Way) -> None:
         calls: list[bool] = []

@@ -84,7 +84,7 @@ def test_verify_of_a_url_reports_damage(s3: str, proxy: Proxy, json_too: list[st
     remove(s3, checkpoint.name)
     done = run_python(*words)
     assert done.returncode not in (0, 3)
-    assert "is not there" in done.stderr
+    assert "does not exist" in done.stderr
 
 
 def test_verify_checks_fetched_groups(s3: str, proxy: Proxy, tmp_path: Path) -> None:

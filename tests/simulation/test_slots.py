@@ -52,10 +52,10 @@ class Slots:
             self.arenas[one.dst].fill(slot)
             self._slots[one.group, one.dst] = slot
         elif isinstance(one, Drop):
-            self.arenas[one.tier].give(self._slots.pop((one.group, one.tier)))
+            self.arenas[one.tier].release(self._slots.pop((one.group, one.tier)))
 
     def made(self) -> int:
-        return self.arenas[Tier.HOST].made
+        return self.arenas[Tier.HOST].allocations
 
 
 def made_in_each_pass(groups: Mapping[str, int], budgets: Budgets, passes: int) -> list[int]:

@@ -49,7 +49,7 @@ def test_group_names_larger_than_a_header_raise(disk_dir: Path) -> None:
 def test_shape_no_file_may_have_raises(tensor: torch.Tensor, disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("k", pages(1))
-        with pytest.raises(ValueError, match="could not be read again"):
+        with pytest.raises(ValueError, match="could not be read back"):
             store.put("k", {"t": tensor})
         assert_group(store.get("k"), pages(1))
     with open_store(disk_dir) as store:

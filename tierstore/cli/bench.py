@@ -12,6 +12,7 @@ import click
 
 from tierstore.cli import options
 from tierstore.cli.output import Code, Failure, data, print_json, remark
+from tierstore.inspection.directories import not_a_directory
 from tierstore.model.formatting import Units, size
 from tierstore.progress import byte_bar
 from tierstore.system.files import transfer_errors
@@ -86,12 +87,12 @@ def bench(directory: str, nbytes: int, as_json: bool) -> None:
 
 def _check_space(directory: str, nbytes: int) -> None:
     advice = "Name a directory on the disk to measure."
+    if not os.path.isdir(directory):
+        raise Failure(not_a_directory(directory), advice)
     try:
         free = shutil.disk_usage(directory).free
     except OSError as error:
         raise Failure(f"{directory} cannot be accessed: {error.strerror}", advice) from error
-    if not os.path.isdir(directory):
-        raise Failure(f"{directory} is not a directory", advice)
     if free < 2 * nbytes:
         raise Failure(
             f"not enough disk space: {size(free)} free, {size(2 * nbytes)} needed, of which half "

@@ -121,7 +121,8 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
     epilog="\b\n"
     "Exit codes:\n"
     "  0 success, 1 unexpected failure, 2 wrong usage (or DIR is not a store),\n"
-    "  3 damage found, 4 no such key, 11 a live process uses the directory",
+    "  3 damage found, 4 no such key, 11 a live process uses the directory,\n"
+    "  130 interrupted",
 )
 @click.option(
     "--version",
@@ -136,7 +137,8 @@ def inspector() -> None:
 
     `tierstore-inspect DIR` is short for `tierstore-inspect ls DIR`. An optional [DIR] defaults to
     $TIERSTORE_DIR, or to the default directory in your cache. Only `prune`, `rm` and
-    `verify --repair` change a store.
+    `verify --repair` change a store. Sizes of files are in powers of 1024 (MiB); sizes in memory
+    are in the units of the budgets (MB or MiB).
     """
 
 

@@ -13,6 +13,7 @@ from tierstore.cli import options
 from tierstore.cli.output import Code, Column, Document, Failure, data, draw, print_json, remark
 from tierstore.cli.remote import is_url, list_files
 from tierstore.cli.rows import count_by_state, count_foreign, existing_groups, group_row, item_rows
+from tierstore.inspection.directories import not_a_directory
 from tierstore.inspection.survey import Contents, Group, survey, total
 from tierstore.model.formatting import ago, count, size
 from tierstore.model.groups import TensorSpec, contiguous_stride
@@ -72,7 +73,7 @@ def list_groups(
     """List the groups: key, tensors, dtypes, size, age and state.
 
     Reads only headers and file sizes; `verify --data` also reads the tensors. If DIR is the URL of
-    a checkpoint in an object store (s3://bucket/model/), lists its files.
+    a checkpoint in an object store (s3://bucket/model/), lists its files. 1 MiB is 1,048,576 bytes.
     """
     if is_url(directory):
         list_files(directory, as_json=as_json)
@@ -259,6 +260,7 @@ def disk_use(context: click.Context, named: tuple[str, ...], as_json: bool) -> N
     RECLAIMABLE is the size of the temporary files of crashed processes, which `prune` deletes.
     Damaged objects, which `prune --damaged` deletes, count as OBJECTS. QUARANTINE is the size of
     the objects moved there by `verify --repair`. Foreign files are not counted.
+    1 MiB is 1,048,576 bytes.
     """
     directories = named or (options.named_or_default(context, None),)
     rows = [{**_totals(survey(d)), "file_system": machine.file_system_of(d)} for d in directories]
@@ -289,7 +291,7 @@ def disk_use(context: click.Context, named: tuple[str, ...], as_json: bool) -> N
 def environment(directory: str, as_json: bool) -> None:
     """Describe this machine and its packages, for bug reports."""
     if not os.path.isdir(directory):
-        raise Failure(f"{directory} is not a directory", "Give another --dir.")
+        raise Failure(not_a_directory(directory), "Give another --dir.")
     found = machine.environment(directory)
     if as_json:
         print_json(found)

@@ -28,6 +28,9 @@ LONGEST = 1e9
 _MIN_PART = 3
 """Letters of the shortest part of a name to match: shorter ones occur in too many names."""
 
+_MOST_MEANT = 3
+"""Suggestions in an error. A store may have thousands of similar keys."""
+
 _NUMBER = r"(\d+(\.\d*)?|\.\d+)(e[+-]?\d+)?"
 _TIME = re.compile(rf"(?P<number>{_NUMBER})\s?(?P<unit>s|s/it|it/s)?", re.ASCII)
 _WHOLE_IN_SHELLS = re.compile(r"[\w@%+./-]+")
@@ -59,10 +62,11 @@ def did_you_mean(typed: str, known: Sequence[str]) -> str:
     import difflib
 
     part, names = typed.lstrip("-"), {name.lstrip("-"): name for name in known}
-    alike = set(difflib.get_close_matches(part, names))
-    alike |= {each for each in names if part and each.startswith(part)}
-    alike |= {each for each in names if len(part) >= _MIN_PART and part in each}
-    meant = " or ".join(repr(names[each]) for each in sorted(alike))
+    alike = difflib.get_close_matches(part, names)
+    alike += sorted(each for each in names if part and each.startswith(part))
+    alike += sorted(each for each in names if len(part) >= _MIN_PART and part in each)
+    closest = list(dict.fromkeys(alike))[:_MOST_MEANT]
+    meant = " or ".join(repr(names[each]) for each in sorted(closest))
     return f" Did you mean {meant}?" if meant else ""
 
 
@@ -101,7 +105,7 @@ def complete_keys(context: click.Context, _: click.Parameter | None, incomplete:
     if directory is None:  # `show [DIR] KEY`
         directory = names[0] if names else chosen_directory(None)
     typed = {*names, *(context.params.get("keys") or ())}
-    keys = [key for key in _keys_of(directory) if key.startswith(incomplete) and key not in typed]
+    keys = [key for key in keys_of(directory) if key.startswith(incomplete) and key not in typed]
     found = [CompletionItem(key) for key in keys]
     is_first = "names" in context.params and not names
     return found or (complete_directories(context, None, incomplete) if is_first else [])
@@ -112,12 +116,12 @@ def complete_prefixes(context: click.Context, _: click.Parameter | None, incompl
     # Click has not parsed the arguments yet when it completes an option's value.
     directory = context.args[0] if context.args else context.params.get("directory")
     found: set[str] = set()
-    for key in _keys_of(directory):
+    for key in keys_of(directory):
         found.update(itertools.accumulate(f"{part}/" for part in key.split("/")[:-1]))
     return [CompletionItem(prefix) for prefix in sorted(found) if prefix.startswith(incomplete)]
 
 
-def _keys_of(directory: str | None) -> list[str]:
+def keys_of(directory: str | None) -> list[str]:
     """Return a store's keys that need no quotes; none if the directory cannot be read."""
     from tierstore.inspection.survey import survey
 
@@ -241,8 +245,8 @@ ram_option = click.option(
     type=ram,
     metavar="SIZE",
     multiple=True,
-    help="ram_budget to try: 8GB, 8GiB, 50% of this machine's memory, or auto. May be given "
-    "several times.",
+    help="ram_budget to try: 8GB, 8GiB, 50% of this machine's memory, or auto; rounded down to "
+    "whole pages. May be given several times.",
 )
 
 

@@ -14,10 +14,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from tierstore.model.formatting import printable, size, units_of_tiers
 from tierstore.observe.passes import FORWARD
-from tierstore.observe.trace import COMPUTE, KINDS, PASSES, STALLS, Recorded, TraceSlice
+from tierstore.observe.report import acquires
+from tierstore.observe.trace import COMPUTE, KINDS, PASSES, PLANS, STALLS, Recorded, TraceSlice
 from tierstore.observe.trace_writer import write_whole
 
-_COLOURS = {  # also distinct for colour-blind readers (Okabe and Ito)
+_COLOURS = {  # also distinct for colour-blind readers (Okabe and Ito); passes have `_MODELS`
+    PLANS: "#f0e442",
     STALLS: "#d55e00",
     COMPUTE: "#999999",
     "host to device": "#0072b2",
@@ -77,7 +79,7 @@ def _title(recorded: Recorded) -> str:
     return (
         f"tierstore on {recorded.device}: {seconds:.1f} s, of which {share:.1%} stalled; "
         f"{stats['overlap']:.1%} of the transfer time hidden; "
-        f"{stats['hits']:,} hit, {stats['late']:,} late, {stats['misses']:,} missed"
+        f"{acquires(stats['hits'], stats['late'], stats['misses'])}"
     )
 
 
@@ -150,7 +152,7 @@ def _draw_shares(axis: Axes, shares: Sequence[float]) -> None:
     axis.stairs(shares, edges, fill=True, color=_COLOURS[STALLS])
     axis.set_ylim(0, 1.0)
     axis.set_yticks((0, 0.5, 1), ("0%", "50%", "100%"))
-    axis.set_ylabel("waited")
+    axis.set_ylabel("stalled")
     axis.set_title(
         f"fraction of each {_time(width)} in which any caller waited", loc="left", fontsize=8, pad=2
     )
@@ -180,7 +182,7 @@ def _draw_lanes(axis: Axes, lanes: dict[str, list[TraceSlice]], pixel: float) ->
     axis.tick_params(axis="y", length=0)
     if any(slices[0].kind not in (COMPUTE, PASSES) for slices in lanes.values()):
         shortest = _time(_NARROWEST * pixel)
-        note = f"stalls and moves shorter than {shortest} are drawn wider; the added width is pale"
+        note = f"stalls, plans and moves under {shortest} are drawn wider; the added width is pale"
         axis.set_title(note, loc="left", fontsize=8, pad=2)
 
 

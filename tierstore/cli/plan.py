@@ -11,7 +11,7 @@ import click
 
 from tierstore.cli import options
 from tierstore.cli.output import Column, Document, Failure, data, draw, print_json, remark
-from tierstore.errors import TierStoreError
+from tierstore.errors import TierStoreError, TransferError
 from tierstore.forecasting.budgets import Budget
 from tierstore.model.formatting import Units, at_least, decimals, size
 from tierstore.model.outline import OFFLOAD_TYPES
@@ -95,7 +95,8 @@ def plan(  # noqa: PLR0913 - each is an option of the command
 
     Simulates the store's planner. A step is one run of the model; a pipeline with guidance may run
     it twice per denoising step. A budget is enough if a step takes at most 5 % longer than with all
-    weights in RAM; if times are unknown, if a step reads nothing.
+    weights in RAM; if times are unknown, if a step reads nothing. Sizes are in the units of the
+    given budgets, by default in powers of 1000 (1 MB is 1,000,000 bytes).
     """
     if device is None and link_bandwidth is not None:
         raise click.UsageError("--link-bandwidth requires --device.")
@@ -188,8 +189,13 @@ def _no_plan(checkpoint: str, error: Exception) -> Exception:
     if checkpoint.endswith(".json") and SUFFIX not in str(error):  # an index names its shards
         place = os.path.dirname(checkpoint) or "."
         return Failure(f"{checkpoint} is not a checkpoint", f"Give its directory: {place}")
+    if isinstance(error, TransferError) and isinstance(cause, FileNotFoundError):
+        return CheckpointError(
+            f"{checkpoint} is incomplete: there is no file {error.path}. Download it again, or "
+            "give another CHECKPOINT"
+        )
     if isinstance(error, TierStoreError):
-        return Failure(str(error), "Give another CHECKPOINT.")
+        return CheckpointError(str(error))
     return Failure(
         f"{checkpoint} cannot be planned: {error}",
         "Give one file, or a directory that contains each tensor once.",

@@ -83,6 +83,7 @@ def _remove(
 ) -> None:
     """Delete the candidates. Finds and confirms them with the lock held."""
     if not dry_run and not yes and not sys.stdin.isatty():
+        candidates(None)  # raises first if the directory or a key does not exist
         raise Failure(
             "cannot ask for confirmation: stdin is not a terminal",
             "Add -y to remove the files, or --dry-run to list them.",

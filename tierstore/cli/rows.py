@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 
+from tierstore.cli import options
 from tierstore.cli.output import Code, Document, Failure
 from tierstore.inspection.directories import Item
 from tierstore.inspection.survey import Group, find_group
@@ -54,10 +55,12 @@ def count_foreign(number: int) -> str:
 def existing_groups(directory: str, keys: Iterable[str], root: int | None = None) -> list[Group]:
     """Find the groups of some keys, damaged or not. Raises Failure if one is missing."""
     found = {key: find_group(directory, key, root) for key in keys}
-    missing = ", ".join(repr(key) for key, group in found.items() if group is None)
+    missing = [key for key, group in found.items() if group is None]
     if missing:
+        meant = options.did_you_mean(missing[0], options.keys_of(directory))
         raise Failure(
-            f"{directory} has no group {missing}",
+            f"{directory} has no group {', '.join(map(repr, missing))}"
+            + (f".{meant}" if meant and len(missing) == 1 else ""),
             f"List the keys with: tierstore-inspect ls {directory}",
             Code.UNKNOWN_KEY,
         )

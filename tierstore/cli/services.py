@@ -130,8 +130,10 @@ def _query_all(name: str | None) -> dict[str, Document]:
         try:
             is_directory = stat.S_ISDIR(os.stat(name).st_mode)
         except OSError as error:
+            missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+            problem = f"{name} cannot be accessed: {error.strerror}"
             raise Failure(
-                f"{name} is neither a socket nor a served directory: {error.strerror}",
+                f"there is no socket or directory {name}" if missing else problem,
                 "Give the socket that tierstore-serve prints at startup, or its DIR.",
             ) from error
         path = sockets.default_socket(name) if is_directory else name

@@ -11,6 +11,8 @@ import click
 
 from tierstore.cli import options
 from tierstore.cli.output import Code, Column, Document, Failure, data, draw, print_json, remark
+from tierstore.errors import TransferError
+from tierstore.inspection.directories import not_a_directory
 from tierstore.model.formatting import Units, count, size, units_of_tiers
 from tierstore.system.files import transfer_errors
 
@@ -35,7 +37,7 @@ def trace(file: str, png: str | None, as_json: bool) -> None:
     compute. A PASS is one call of a whole model, such as one denoising step. A PLAN is the plan of
     a loop, followed until it was LEFT. The picture shows the bytes on each tier over time against
     its budget, the fraction of time that callers waited, and a timeline of passes, plans,
-    transfers, computing and waits.
+    transfers, computing and waits. Sizes are in the units of the budgets (MB or MiB).
     """
     recorded = recorded_in(file)
     if png is not None:
@@ -53,11 +55,19 @@ def trace(file: str, png: str | None, as_json: bool) -> None:
 
 
 def recorded_in(path: str) -> Recorded:
-    """Read a trace file. Raises InvalidTraceError or TransferError."""
+    """Read a trace file. Raises InvalidTraceError, TransferError or Failure."""
     from tierstore.observe.trace import read_trace
 
-    with transfer_errors("reading", path=path):
-        return read_trace(path)
+    advice = "Give a file written by store.trace(path)."
+    try:
+        with transfer_errors("reading", path=path):
+            return read_trace(path)
+    except TransferError as error:
+        if isinstance(error.__cause__, FileNotFoundError | NotADirectoryError):
+            raise Failure(f"there is no file {path}", advice, Code.UNEXPECTED) from error
+        if isinstance(error.__cause__, IsADirectoryError):
+            raise Failure(f"{path} is a directory", advice, Code.UNEXPECTED) from error
+        raise
 
 
 def _draw_picture(recorded: Recorded, png: str) -> None:
@@ -69,6 +79,12 @@ def _draw_picture(recorded: Recorded, png: str) -> None:
             "Install matplotlib: pip install 'tierstore[plot]'",
             Code.UNEXPECTED,
         ) from error
+    parent = os.path.dirname(os.path.realpath(png))
+    if not os.path.isdir(parent):
+        problem = f"{png} cannot be written: {not_a_directory(parent)}"
+        raise Failure(problem, "Give a path in an existing directory.", Code.UNEXPECTED)
+    if os.path.isdir(png):
+        raise Failure(f"{png} is a directory", "Give the path of a file.", Code.UNEXPECTED)
     with transfer_errors("writing", path=png):
         picture.draw(recorded, png)
 
@@ -162,12 +178,14 @@ _STALLS = (
 
 
 def _show(document: Document) -> None:
+    from tierstore.observe.report import acquires
+
     hits, late, misses = (document[name] for name in ("hits", "late", "misses"))
     seconds, stalled = document["seconds"], document["stalled_seconds"]
     share = f", {stalled / seconds:.1%} of the length" if seconds else ""
     data(f"length    {_seconds(seconds)} on {document['device']}")
     data(f"uses      {count(document['uses'], 'use')} of {count(document['groups'], 'group')}")
-    data(f"acquires  {hits:,} hit, {late:,} late, {misses:,} missed")
+    data(f"acquires  {acquires(hits, late, misses)}")
     data(f"stalled   {_seconds(stalled)}{share}")
     data(f"overlap   {document['overlap']:.1%}")
     units = units_of_tiers({tier["tier"]: tier["budget"] for tier in document["tiers"]})

@@ -43,6 +43,7 @@ def verify(
     --repair. Repair fails while a process uses the directory.
 
     If DIR is the URL of a checkpoint in an object store, checks the headers of its files.
+    1 MiB is 1,048,576 bytes.
     """
     if directory is None and repair:
         raise click.UsageError("--repair requires a DIR.")

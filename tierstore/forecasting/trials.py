@@ -48,7 +48,7 @@ class Trial:
 
     @property
     def overlaps(self) -> bool:
-        """True if the groups in use, arriving, and next fit at once."""
+        """True if the groups in use, arriving, and next fit at the same time."""
         return self.budget.nbytes >= COMFORTABLE * self.partition.largest.nbytes
 
 
@@ -92,8 +92,8 @@ class Trials:
                     budget,
                     parts,
                     problem=f"{' '.join(filter(None, (option, text)))} is too small: the group "
-                    f"{largest.key!r} alone has {largest.nbytes:,} bytes, and modules cannot be "
-                    "divided",
+                    f"{largest.key!r} alone has {largest.nbytes:,} bytes, and it cannot be "
+                    "partitioned further",
                     remedy=f"Give at least {option} {least}, or {most} so that reading and "
                     "computing overlap.",
                 )

@@ -111,13 +111,19 @@ def items_below(parent: int, name: str, prefix: str = "") -> Iterator[tuple[int,
 # A store's directory ------------------------------------------------------------------------------
 
 
+def not_a_directory(path: str) -> str:
+    """Return a message: nothing exists at the path, or something that is not a directory."""
+    exists = os.path.lexists(path)
+    return f"{path} is not a directory" if exists else f"there is no directory {path}"
+
+
 @contextmanager
 def open_store(directory: str) -> Iterator[int]:
     """Open a store's directory. Raises TierStoreError if it is missing or is not a store."""
     try:
         descriptor = os.open(directory, _DIRECTORY)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise TierStoreError(f"{directory} is not a directory: {_ADVICE}") from error
+        raise TierStoreError(f"{not_a_directory(directory)}: {_ADVICE}") from error
     except OSError as error:
         raise transfer_error(error, "opening", key=None, path=directory) from error
     try:

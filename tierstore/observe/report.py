@@ -175,7 +175,7 @@ def _done(stats: Stats) -> list[Row]:
     """Return the statistics as names and values."""
     sizes = _sizes(stats)
     facts = [
-        ("acquires", _acquires(stats)),
+        ("acquires", acquires(stats.hits, stats.late, stats.misses)),
         ("stalled", f"{stats.stalled_seconds:.2f} s in total"),
     ]
     if stats.busy_seconds:
@@ -197,9 +197,14 @@ def _done(stats: Stats) -> list[Row]:
     return [(name, value) for name, value in facts]
 
 
-def _acquires(stats: Stats) -> str:
-    misses = "1 miss" if stats.misses == 1 else f"{stats.misses:,} misses"
-    return f"{count(stats.hits, 'hit')}, {stats.late:,} late, {misses}"
+def acquires(hits: int, late: int, misses: int) -> str:
+    """Format the numbers of acquires by outcome.
+
+    >>> acquires(1200, 3, 1)
+    '1,200 hits, 3 late, 1 miss'
+    """
+    missed = "1 miss" if misses == 1 else f"{misses:,} misses"
+    return f"{count(hits, 'hit')}, {late:,} late, {missed}"
 
 
 def _moved(stats: Stats, hop: str, nbytes: int) -> str:
@@ -226,7 +231,8 @@ def _summary(description: Description) -> Iterator[str]:
 def totals_of(stats: Stats) -> str:
     """Return the totals in one line: acquires, seconds stalled, and bytes moved by hop."""
     moved = [f"{hop} {_moved(stats, hop, nbytes)}" for hop, nbytes in stats.moved().items()]
-    done = f"{_acquires(stats)}, {stats.stalled_seconds:.2f} s stalled"
+    counts = acquires(stats.hits, stats.late, stats.misses)
+    done = f"{counts}, {stats.stalled_seconds:.2f} s stalled"
     return "; ".join([done, ", ".join(moved)] if moved else [done])
 
 

@@ -61,7 +61,7 @@ class Stats:
         bytes_onloaded: bytes from host memory to an accelerator.
         bytes_offloaded: bytes from an accelerator to host memory.
         used_bytes: bytes of groups now, by tier.
-        peak_bytes: peak bytes that existed at once, including staging, by tier (page-locked bytes
+        peak_bytes: peak bytes at any one time, including staging, by tier (page-locked bytes
             if an accelerator needs them).
         budget_bytes: budget in bytes, by tier; None: no limit.
         reserved_bytes: accelerator memory that torch has reserved for this process now: the
@@ -72,7 +72,7 @@ class Stats:
         routed_bytes_used: bytes of the groups in these leases.
         routed_bytes_read: bytes that were read for them.
         leased_bytes: bytes leased from a service now.
-        allowed_bytes: bytes that may be leased from a service at once.
+        allowed_bytes: bytes that may be leased from a service at the same time.
         bytes_fetched: bytes from an object store.
         plans_followed: number of times that the plan of a loop was entered.
         followed_seconds: seconds since the current plan was entered; 0.0 if none is followed.
