@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import abc
+
 __all__ = [
     "BudgetError",
     "CaptureError",
@@ -26,6 +29,16 @@ __all__ = [
 ]
 
 
+_MOST_COMPARED = 2_000
+"""Keys that are compared with an unknown one, which takes milliseconds."""
+
+_ON_TIER = {
+    "DEVICE": "on the device (tier DEVICE)",
+    "HOST": "in RAM (tier HOST)",
+    "DISK": "on disk (tier DISK)",
+}
+
+
 class TierStoreError(Exception):
     """Base class of all errors of this library. Instances can be pickled."""
 
@@ -44,20 +57,33 @@ def _unpickled(
 
 
 class UnknownKeyError(TierStoreError, KeyError):
-    """No group has this key. Also a KeyError.
+    """No group has this key, or no tensor of a checkpoint has this name. Also a KeyError.
+
+    The message suggests a similar key, if there is one.
 
     Attributes:
         key: the unknown key.
     """
 
-    def __init__(self, key: str) -> None:
+    def __init__(
+        self, key: str, known: abc.Iterable[str] = (), *, in_checkpoint: bool = False
+    ) -> None:
         super().__init__(key)
         self.key = key
+        self._known = tuple(itertools.islice(known, _MOST_COMPARED))
+        self._in_checkpoint = in_checkpoint
 
     def __str__(self) -> str:
+        import difflib  # lazily: the command line must start fast
+
+        # Compared here, not when it is raised: callers that catch the error must not wait.
+        near = difflib.get_close_matches(self.key, self._known, n=1, cutoff=0.75)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        if self._in_checkpoint:
+            return f"the checkpoint has no tensor {self.key!r}{hint}; pass names of its tensors"
         return (
-            f"the store has no group {self.key!r}; list its groups with store.keys(), or put or "
-            "register the group first"
+            f"the store has no group {self.key!r}{hint}; list its groups with store.keys(), or put "
+            "or register the group first"
         )
 
 
@@ -88,8 +114,8 @@ class BudgetError(TierStoreError):
 
     def __init__(self, key: str, tier: str, nbytes: int, budget: int, advice: str) -> None:
         super().__init__(
-            f"group {key!r} needs {nbytes:,} bytes on tier {tier}, whose budget is "
-            f"{budget:,} bytes: {advice}"
+            f"group {key!r} needs {nbytes:,} bytes {_ON_TIER.get(tier, f'on tier {tier}')}, whose "
+            f"budget{'' if tier == 'DISK' else ', in whole pages,'} is {budget:,} bytes: {advice}"
         )
         self.key = key
         self.tier = tier

@@ -408,7 +408,12 @@ class TierStore(AbstractContextManager["TierStore"]):
         return self._engine.reporting.keys(prefix)
 
     def stats(self) -> Stats:
-        """Return counters and byte totals since the store was opened."""
+        """Return counters and byte totals since the store was opened.
+
+        The fields of `tierstore.types.Stats`: among others `hits`, `late` and `misses` (counts of
+        acquires), `stalled_seconds`, `overlap` (0 to 1), `bytes_read` and `bytes_written`, and by
+        tier `used_bytes`, `peak_bytes` and `budget_bytes`.
+        """
         return self._engine.reporting.stats()
 
     def report(self) -> str:

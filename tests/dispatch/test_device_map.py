@@ -301,11 +301,20 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a negative index": ({"": -1}, "-1"),
     "a device that is not there": ({"": "xpu:0"}, "xpu:0"),
     "another index": ({"": "disk", "layers.0": 1}, "1.*serves"),
-    "parameters without a place": (layers(0, COUNT - 1, "disk"), f"layers.{COUNT - 1}.weight"),
+    "parameters without a place": (
+        layers(0, COUNT - 1, "disk"),
+        f"no entry for 2 parameters, .*layers.{COUNT - 1}.weight",
+    ),
     "nothing": ({}, "layers.0.weight"),
 }
 if count() > 1:
     WRONG["another device"] = {"": "disk", "layers.0": DEVICE_1}, f"{DEVICE_1}.*serves"
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_map_with_unknown_place_names_the_places_once(device: str, store: TierStore) -> None:
+    with pytest.raises(ValueError, match=r"device_map has 'ram': use 'cpu' or 'disk'$"):
+        dispatch_model(models.Tower(COUNT), store, {"": "ram"})
 
 
 @needs_accelerator

@@ -78,7 +78,9 @@ def parameters_of(part: Any) -> list[str]:
         return []
     if issubclass(part, Exception):
         steps = dis.get_instructions(part.__init__)
-        return [step.argval for step in steps if step.opname == "STORE_ATTR"]
+        return [
+            step.argval for step in steps if step.opname == "STORE_ATTR" and step.argval[0] != "_"
+        ]
     return list(inspect.signature(part).parameters)
 
 

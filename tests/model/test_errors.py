@@ -37,7 +37,7 @@ MESSAGES = {
     "duplicate": (DuplicateKeyError("blocks.7"), ["'blocks.7'"]),
     "budget": (
         BudgetError("blocks.7", "HOST", 12345678, 1000, "raise ram_budget to at least 12,345,678"),
-        ["'blocks.7'", "12,345,678 bytes", "HOST", "1,000 bytes"],
+        ["'blocks.7'", "12,345,678 bytes in RAM (tier HOST)", "in whole pages, is 1,000 bytes"],
     ),
     "too short": (raised_by(header_length, b"abc", 3, "m.st"), ["m.st", "3 bytes"]),
     "length": (

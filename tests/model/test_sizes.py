@@ -77,6 +77,12 @@ def test_size_of_another_type_raises(written: Any) -> None:
         parse_size(written)
 
 
+@pytest.mark.parametrize("written", ["0", "0GB", "0.0", 0])
+def test_size_of_zero_raises(written: Any) -> None:
+    with pytest.raises(ValueError, match="it must be more than 0"):
+        parse_size(written)
+
+
 def test_size_error_shows_how_to_write_it() -> None:
     with pytest.raises(ValueError, match="write '8GB' for gigabytes"):
         parse_size("8")

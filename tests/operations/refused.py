@@ -94,7 +94,7 @@ def move_a_text_encoder(actions: Actions) -> None:
     "a backward through weights that are not frozen",
     refusal=Refusal(
         RuntimeError,
-        "backward needs weights that have left.*disable_offload",
+        "backward needs weights that have left.*a TierStore holds them.*then OffloadModel",
         "`torch.no_grad()`; to train a few weights, [freeze the others](fine-tuning.md); to train "
         "all, [`OffloadModel`](training.md)",
     ),

@@ -253,11 +253,22 @@ def test_duplicate_key_raises(disk_dir: Path, tmp_path: Path) -> None:
         assert_at_rest(store)
 
 
+def test_unknown_key_error_suggests_a_similar_key(disk_dir: Path) -> None:
+    with open_store(disk_dir) as store:
+        for key in ("layer", "other"):
+            store.put(key, pages(1))
+        with pytest.raises(UnknownKeyError, match=r"no group 'layr' \(did you mean 'layer'\?\)"):
+            store.get("layr")
+        with pytest.raises(UnknownKeyError) as error:
+            store.get("elsewhere")
+        assert "did you mean" not in str(error.value)
+
+
 def test_checkpoint_without_the_requested_tensor_raises(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": pages(1)}, path)
     with open_store(disk_dir) as store:
-        with pytest.raises(UnknownKeyError, match="'b'"):
+        with pytest.raises(UnknownKeyError, match="checkpoint has no tensor 'b'"):
             store.register_checkpoint(path, groups={"block": ["a", "b"]})
         assert store.keys() == []
 
@@ -509,7 +520,10 @@ def write_index(directory: Path, document: object) -> Path:
 
 
 INDEXES: dict[str, tuple[object, str]] = {
-    "a file that is missing": ({"weight_map": {"a": "gone.safetensors"}}, "gone.safetensors"),
+    "a file that is missing": (
+        {"weight_map": {"a": "gone.safetensors"}},
+        "gone.safetensors, which the checkpoint needs",
+    ),
     "a file above": ({"weight_map": {"a": "../secret.safetensors"}}, "index.json"),
     "the directory above": ({"weight_map": {"a": ".."}}, "index.json"),
     "an absolute path": ({"weight_map": {"a": "/etc/passwd"}}, "index.json"),

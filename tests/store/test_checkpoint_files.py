@@ -141,7 +141,8 @@ def test_missing_checkpoint_error_names_accepted_paths(kind: str, tmp_path: Path
         place.mkdir()
     if kind == "pickles":
         (place / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    with pytest.raises(TransferError, match="has no safetensors checkpoint") as error:
+    match = "no file or directory" if kind == "missing" else "has no safetensors checkpoint"
+    with pytest.raises(TransferError, match=match) as error:
         checkpoint_files(place)
     assert error.value.path == str(place)
 
@@ -216,7 +217,7 @@ def test_index_of_too_many_files_raises(tmp_path: Path) -> None:
 @both
 def test_missing_shard_error_names_its_path(read: Read, tmp_path: Path) -> None:
     index(tmp_path, {"a": "a.safetensors"})
-    with pytest.raises(TransferError, match="No such file") as error:
+    with pytest.raises(TransferError, match=r"there is no file .*a\.safetensors,") as error:
         read(tmp_path)
     assert error.value.path == str(tmp_path / "a.safetensors")
 

@@ -14,6 +14,12 @@ from tierstore import TierStore, TransferError
 BUDGET = "1MB"
 
 
+def test_directory_that_cannot_be_created_raises() -> None:
+    match = r"^cannot create /proc/x/y \(.*\): choose another disk_dir"
+    with pytest.raises(TransferError, match=match):
+        TierStore(BUDGET, "/proc/x/y", device="cpu")
+
+
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A home directory that is a link to another disk, in a working directory of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,13 @@ from tests.training.conftest import (
     store_for,
     train,
 )
-from tierstore import TierStore, dispatch_model, enable_group_offload
+from tierstore import (
+    TierStore,
+    disable_offload,
+    dispatch_model,
+    enable_group_offload,
+    load_checkpoint_and_dispatch,
+)
 from tierstore.adapters.training import OffloadModel, OffloadOptimizer
 from tierstore.errors import BudgetError
 
@@ -110,10 +117,123 @@ def test_module_already_in_training_raises(store: TierStore) -> None:
     module = models.build("small")
     model = OffloadModel(module, store)
     for again in (module, model, nn.Sequential(module), module.layers):
-        with pytest.raises(ValueError, match=r"being trained in a store.*call disable\(\)"):
+        with pytest.raises(ValueError, match=r"an OffloadModel: .*call (its )?disable\(\)"):
             OffloadModel(again, store)
     model.disable()
     OffloadModel(module, store).disable()
+
+
+def leaf() -> nn.Module:
+    return nn.Linear(8, 8)
+
+
+def pair() -> nn.Module:
+    return nn.Sequential(leaf(), leaf())
+
+
+IN_TRAINING = {
+    "itself": (lambda model, _: model, "^this module is already an OffloadModel: use it as it is"),
+    "around it": (
+        lambda model, _: nn.Sequential(model, leaf()),
+        r"Sequential contains an OffloadModel: call disable\(\)",
+    ),
+    "its module": (lambda _, module: module, "is already in an OffloadModel: use that"),
+    "around its module": (
+        lambda _, module: nn.Sequential(leaf(), module),
+        "in Sequential is already in an OffloadModel: use that",
+    ),
+}
+TAKERS: dict[str, Any] = {
+    "OffloadModel": OffloadModel,
+    "dispatch_model": dispatch_model,
+    "enable_group_offload": enable_group_offload,
+    "load_checkpoint_and_dispatch": lambda model, store: load_checkpoint_and_dispatch(
+        model, "nowhere.safetensors", store
+    ),
+}
+
+
+@pytest.mark.parametrize("build", (leaf, pair))
+@pytest.mark.parametrize("taker", TAKERS)
+@pytest.mark.parametrize("what", IN_TRAINING)
+def test_model_in_training_nested_raises_at_construction(
+    what: str, taker: str, build: Any, store: TierStore
+) -> None:
+    module = build()
+    model = OffloadModel(module, store)
+    wrap, match = IN_TRAINING[what]
+    with pytest.raises(ValueError, match=match):
+        TAKERS[taker](wrap(model, module), store)
+    with pytest.raises(ValueError, match=r"undone with its own method: .*\.disable\(\)"):
+        disable_offload(model)
+    model(torch.ones(2, 8)).sum().backward()
+    model.disable()
+    OffloadModel(wrap(module, module), store)(torch.ones(2, 8)).sum().backward()
+
+
+@pytest.mark.parametrize("build", (leaf, pair))
+@pytest.mark.parametrize("offload", (dispatch_model, enable_group_offload))
+def test_part_of_an_offloaded_model_in_training_raises(
+    offload: Any, build: Any, store: TierStore
+) -> None:
+    part = build()
+    whole = nn.Sequential(part, leaf())
+    offload(part, store)
+    with pytest.raises(ValueError, match="already offloaded"):
+        OffloadModel(whole, store)
+    disable_offload(part)
+    offload(whole, store)
+    with pytest.raises(ValueError, match="already offloaded"):
+        OffloadModel(part, store)
+
+
+def test_parameter_of_another_model_in_training_raises(store: TierStore) -> None:
+    first, second = leaf(), leaf()
+    second.weight = first.weight
+    model = OffloadModel(first, store)
+    with pytest.raises(ValueError, match="weight is already trained by another OffloadModel"):
+        OffloadModel(second, store)
+    model.disable()
+    dispatch_model(first, store)
+    with pytest.raises(ValueError, match="weight of Linear is also a weight of a model"):
+        OffloadModel(second, store)
+
+
+def test_backward_error_of_a_dispatched_model_tells_how_to_train(store: TierStore) -> None:
+    model, x = pair(), torch.ones(2, 8)
+    dispatch_model(model, store)
+    with pytest.raises(RuntimeError, match=r"a TierStore holds them.*then OffloadModel") as error:
+        model(x).sum().backward()
+    assert "call tierstore.disable_offload(model), then OffloadModel(model, store)" in str(
+        error.value
+    )
+    OffloadModel(disable_offload(model), store)(x).sum().backward()
+
+
+def test_small_ram_budget_logs_a_warning_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The budget that the warning names is enough: then nothing is logged."""
+
+    def warnings(budget: str) -> list[str]:
+        caplog.clear()
+        module = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
+        with TierStore(budget, tmp_path / budget, device="cpu") as store:
+            model = OffloadModel(module, store)
+            for _ in range(2):
+                model(torch.ones(2, 512)).sum().backward()
+            resident = store.stats().used_bytes["HOST"]
+        found = [r.getMessage() for r in caplog.records if "ram_budget" in r.getMessage()]
+        assert bool(found) == (resident == 0)
+        return found
+
+    (message,) = warnings("1MB")
+    assert "ram_budget 999.4 KB keeps no group of this model" in message
+    assert "the largest needs 1,052,672 bytes" in message
+    enough = re.search(r"at least (\S+) keeps some groups", message)
+    assert enough is not None
+    assert not warnings(enough[1])
+    assert not warnings("64MB")
 
 
 def test_module_already_dispatched_raises(store: TierStore) -> None:
@@ -134,7 +254,7 @@ def test_module_in_training_cannot_be_dispatched(store: TierStore) -> None:
     module = models.build("small")
     model, optimizer = offloaded(module, store)
     for target in (module, model):
-        with pytest.raises(ValueError, match=r"train|offload"):
+        with pytest.raises(ValueError, match=r"already (in )?an OffloadModel"):
             dispatch_model(target, store)
     train("small", model, optimizer, 1)
 

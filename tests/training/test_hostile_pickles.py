@@ -164,10 +164,23 @@ def test_encoded_plain_values_are_bytes(value: Any) -> None:
     assert Encoded(value, "extra").getvalue()
 
 
+@pytest.mark.parametrize(
+    ("extra", "part"),
+    [
+        ({"a": object()}, r"extra\['a'\] is of type object"),
+        ({"n": 1, "b": [(0, {2: object})]}, r"extra\['b'\]\[0\]\[1\]\[2\] is of type type"),
+        (object(), "extra is of type object"),
+    ],
+)
+def test_save_training_error_names_the_wrong_part(extra: Any, part: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=f"^{part}, which cannot .*: extra may hold tensors"):
+        save_training(tmp_path / "run", nn.Linear(2, 3), extra=extra)
+
+
 def test_save_training_of_too_deep_an_extra_raises(tmp_path: Path) -> None:
     deep: Any = []
     for _ in range(10_000):
         deep = [deep]
-    with pytest.raises(TypeError, match="cannot be loaded again"):
+    with pytest.raises(TypeError, match="extra is nested too deeply"):
         save_training(tmp_path / "run", nn.Linear(2, 3), extra=deep)
     assert not (tmp_path / "run").exists()

@@ -64,7 +64,7 @@ class Conversion:
             raise RuntimeError(
                 f"the model cannot be moved to {moved.device}: its weights are in a tierstore, "
                 f"which loads them to {offloaded.store.device} as it runs. Do not move it, or "
-                "make it an ordinary model first (tierstore.disable_offload(model))"
+                "call tierstore.disable_offload(model) first"
             )
         if not recurse:  # changes are then detected as usual
             return original(change, recurse)

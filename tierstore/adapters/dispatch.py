@@ -27,6 +27,7 @@ from tierstore.adapters.contents import (
 from tierstore.adapters.loading import load_weights
 from tierstore.adapters.memory_warning import warn_of_little_memory
 from tierstore.adapters.offloaded import OffloadedModel
+from tierstore.adapters.other_offloading import check_not_offloaded
 from tierstore.adapters.owners import forget, offloading_of
 from tierstore.adapters.settings import (
     ANYWHERE,
@@ -38,6 +39,7 @@ from tierstore.adapters.settings import (
 )
 from tierstore.engine.settings import resolve_device
 from tierstore.errors import DeviceError
+from tierstore.model.formatting import count
 from tierstore.store import TierStore, check_store
 
 ModuleType = TypeVar("ModuleType", bound=nn.Module)
@@ -199,6 +201,7 @@ def load_checkpoint_and_dispatch(  # noqa: PLR0913 - the arguments are those of 
             f"{type(model).__name__} is already offloaded: call disable_offload(model) first, "
             "or load other weights into it with load_state_dict()"
         )
+    check_not_offloaded(type(model).__name__, model)  # before any weight is changed
     meta = [(each, each.detach()) for each in _state(model) if each.device.type == "meta"]
     was_meta = {id(tensor) for tensor, _ in meta}
     real_casts: dict[int, torch.dtype] = {}
@@ -307,8 +310,8 @@ def resolve_device_map(model: nn.Module, store: TierStore, device_map: DeviceMap
     bare = [name for name, _ in named_parameters_of(model) if place_of(places, name) is None]
     if bare:
         raise ValueError(
-            f"device_map does not cover {len(bare)} parameters, such as {bare[:3]}: name their "
-            "modules too, or use '' for the rest"
+            f"device_map has no entry for {count(len(bare), 'parameter')}, such as {bare[:3]}: "
+            "name their modules too, or use '' for the rest"
         )
     return places
 
@@ -319,9 +322,8 @@ def _place(place: Any, store: TierStore) -> str:
     try:
         device = _device(place)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"device_map has {place!r}: use the store's device ({store.device}), 'cpu' or 'disk'"
-        ) from error
+        own = "" if store.device.type == "cpu" else f"the store's device ({store.device}), "
+        raise ValueError(f"device_map has {place!r}: use {own}'cpu' or 'disk'") from error
     if device != store.device:
         raise ValueError(
             f"device_map has {place!r}, but the store serves {store.device}: one store "

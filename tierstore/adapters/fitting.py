@@ -72,7 +72,7 @@ def on_demand_units(
 ) -> set[Unit]:
     """Return the units whose weights are leased on demand, not when their modules are called.
 
-    Raises BudgetError if weights needed at once exceed the budget of the fastest tier.
+    Raises BudgetError if weights needed at the same time exceed the budget of the fastest tier.
     """
     store = weights.store
     tier = Tier.HOST if store.device.type == "cpu" else Tier.DEVICE
@@ -80,7 +80,9 @@ def on_demand_units(
     sizes = {group.key: group.nbytes for group in store.snapshot().groups}
     staying = sum(nbytes for key, nbytes in sizes.items() if is_resident(key))
     beside = staying if tier is Tier.DEVICE else 0
-    inside: dict[str, int] = {}  # bytes needed at once inside a module, by the module's name
+    inside: dict[
+        str, int
+    ] = {}  # bytes needed at the same time inside a module, by the module's name
     found: set[Unit] = set()
     for unit in reversed(units):
         keys = weights.keys_of(unit)
@@ -129,7 +131,7 @@ def _enclosing_names(name: str) -> Iterable[str]:
 
 
 class _Requirement(NamedTuple):
-    """Weights needed on a tier at once, and the group to name in an error."""
+    """Weights needed on a tier at the same time, and the group to name in an error."""
 
     key: str
     names: list[str]
@@ -142,11 +144,12 @@ def _error(
     reporting = engine_of(store).reporting
     budget = reporting.weight_budgets()[tier] or 0
     several = len(needed.names) > 1
+    why = "are needed at the same time" if several else "is one weight"
     advice = (
-        f"{first_of(needed.names)} {'are needed at once' if several else 'is one weight'}; raise "
+        f"{first_of(needed.names)} {why}; raise "
         f"{reporting.budget_name(tier)} to at least {needed.nbytes + beside:,} bytes ("
         + (f"{beside:,} are in permanent use there; " if beside else "")
-        + f"{3 * needed.nbytes + beside:,} for prefetch)"
+        + f"{3 * needed.nbytes + beside:,} would let reading and computing overlap)"
     )
     if several and (partitioner.block_limit is None or partitioner.block_limit > budget):
         advice += ", or use smaller groups with offload_type='leaf_level'"

@@ -25,6 +25,7 @@ from tierstore.adapters.owners import (
     handles_with,
     offloading_of,
     remove_handle,
+    trainer_of,
 )
 from tierstore.adapters.pipelines import models_in, patch_methods
 from tierstore.adapters.settings import OffloadSettings, check_arguments
@@ -313,6 +314,10 @@ def disable_offload(target: Target) -> Target:
     if handle is not None:
         handle._disable()
         return target
+    if isinstance(target, nn.Module) and trainer_of(target) is not None:
+        raise ValueError(
+            "an OffloadModel is undone with its own method: module = offload_model.disable()"
+        )
     model = offloading_of(target) if isinstance(target, nn.Module) else None
     if model is None or handles_with(model):
         raise ValueError(

@@ -89,7 +89,7 @@ def load_weights(
     files = read_checkpoint(checkpoint)
     wanted = _wanted(model)
     match = _best_match(model, wanted, files)
-    _check(model, wanted, match)
+    _check(os.fspath(checkpoint), model, wanted, match)
     _check_unexpected(checkpoint, match.unexpected, strict)
     with torch.inference_mode(False), torch.no_grad():  # tensors that autograd may use later
         values = recompute_buffers(model)
@@ -200,16 +200,16 @@ def _missing(wanted: list[_Wanted], match: _Match) -> list[_Wanted]:
 # Checks ------------------------------------------------------------------------------------------
 
 
-def _check(model: nn.Module, wanted: list[_Wanted], match: _Match) -> None:
+def _check(path: str, model: nn.Module, wanted: list[_Wanted], match: _Match) -> None:
     unfit = [
         f"{one.names[0]!r} {why}"
         for one, tensor in zip(wanted, match.found, strict=True)
         if tensor is not None and (why := _misfit(one, tensor))
     ]
-    problems = [f"it does not fit {first_few(unfit)}"] if unfit else []
+    problems = [f"it cannot fill {first_few(unfit)}"] if unfit else []
     missing = _missing(wanted, match)
     if missing:
-        problems.append(f"it lacks {first_few(repr(one.names[0]) for one in missing)}")
+        problems.append(f"it has no {first_few(repr(one.names[0]) for one in missing)}")
     real = [one for one in missing if one.tensor.device.type != "meta"]
     if real:
         problems.append(
@@ -218,7 +218,7 @@ def _check(model: nn.Module, wanted: list[_Wanted], match: _Match) -> None:
         )
     if problems:
         raise ValueError(
-            f"the checkpoint does not match this {type(model).__name__}: {'; '.join(problems)}. "
+            f"{path} does not fit this {type(model).__name__}: {'; '.join(problems)}. "
             "Build the model from the checkpoint's own config and class, and tie weights that have "
             "several names (model.tie_weights()); or load it with its own library, such as with "
             "from_pretrained, and call dispatch_model"
@@ -248,10 +248,13 @@ def _check_unexpected(
     if not unexpected:
         return
     names = first_few(map(repr, unexpected))
-    listed = f"{os.fspath(checkpoint)} has tensors that the model does not: {names}"
+    what, them, were = (
+        ("a weight", "it", "It was") if len(unexpected) == 1 else ("weights", "them", "They were")
+    )
+    listed = f"{os.fspath(checkpoint)} has {what} that the model lacks: {names}"
     if strict:
-        raise ValueError(f"{listed}. Pass strict=False to ignore them")
-    warnings.warn(f"{listed}. They are ignored", stacklevel=4)
+        raise ValueError(f"{listed}. Pass strict=False to ignore {them}")
+    warnings.warn(f"{listed}. {were} ignored", stacklevel=4)
 
 
 # Maps of the files -------------------------------------------------------------------------------

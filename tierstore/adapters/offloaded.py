@@ -113,7 +113,8 @@ class OffloadedModel:
     is suspended, or if it could not be resumed. `has_run` is True after a run of the whole model.
 
     Raises ValueError if something else offloads the model, and BudgetError if a group, or the
-    weights needed on the device at once, exceed a budget. The model is then an ordinary one.
+    weights needed on the device at the same time, exceed a budget. The model is then an ordinary
+    one.
     """
 
     weights: WeightGroups
@@ -521,7 +522,7 @@ def _name(module: nn.Module) -> str:
 
 def _check_way_to_run(root: nn.Module, device: torch.device) -> None:
     name = type(root).__name__
-    ordinary = "make it an ordinary model first (tierstore.disable_offload(model))"
+    ordinary = "call tierstore.disable_offload(model) first"
     if is_tracing():
         raise RuntimeError(
             f"{name} cannot be traced: its weights are in a tierstore, and a trace would not load "

@@ -211,7 +211,7 @@ class OnDemandLeasing(OperationMode):
         except BudgetError as error:
             name = getattr(func, "__name__", func)
             names = first_of([binding.name for binding in bindings])
-            error.add_note(f"tierstore: {name} needs {names} on the device at once")
+            error.add_note(f"tierstore: {name} needs {names} on the device at the same time")
             raise
         return result if begun else self.__torch_function__(func, kinds, args, kwargs)
 

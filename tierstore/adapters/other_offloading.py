@@ -13,14 +13,14 @@ from typing import Any
 from torch import nn
 
 from tierstore.adapters.compat import Library, first_answer, notify_all
-from tierstore.adapters.contents import modules_of
-from tierstore.adapters.owners import is_claimed, owner_of
+from tierstore.adapters.contents import modules_of, named_parameters_of
+from tierstore.adapters.owners import enabled_models, is_claimed, owner_of, trainer_of
 
 
 def check_not_offloaded(name: str, module: nn.Module) -> None:
     """Raise ValueError if something else moves the weights of a model.
 
-    From then on, imported libraries also refuse to offload models that are in a store.
+    From then on, imported libraries also raise for models that are in a store.
     """
     notify_all(Library.guard)
     owner = owner_of(module)
@@ -29,12 +29,45 @@ def check_not_offloaded(name: str, module: nn.Module) -> None:
             f"{name} is already offloaded to a store: call tierstore.disable_offload(model) first"
         )
     for part in modules_of(module):
-        if is_claimed(part):
-            raise ValueError(
-                f"{name} is being trained in a store: call disable() of its OffloadModel first"
-            )
+        if (trainer := trainer_of(part)) is not None:
+            raise ValueError(_describe_trained(name, module, part, trainer))
         if (by := first_answer(Library.other_offloading, part)) is not None:
             raise ValueError(f"{name} is already offloaded {by}")
+
+
+def check_no_part_offloaded(name: str, module: nn.Module) -> None:
+    """Raise ValueError if a model, a part of it, or a model around it is offloaded."""
+    check_not_offloaded(name, module)
+    for part in modules_of(module):
+        if (owner := owner_of(part)) is not None:
+            what = name if part is module else f"{type(part).__name__} in {name}"
+            whole = "" if owner.root is part else f" as part of a {type(owner.root).__name__}"
+            raise ValueError(
+                f"{what} is already offloaded to a store{whole}: call "
+                f"tierstore.disable_offload({'model' if whole else 'it'}) first"
+            )
+    offloaded = {number for model in enabled_models() for number in model.weights.tensor_ids()}
+    for weight, parameter in named_parameters_of(module):
+        if id(parameter) in offloaded:
+            raise ValueError(
+                f"{weight} of {name} is also a weight of a model that is offloaded to a store: "
+                "call tierstore.disable_offload(model) first"
+            )
+
+
+def _describe_trained(name: str, module: nn.Module, part: nn.Module, trainer: object) -> str:
+    """Describe in an error that `trainer` manages the weights of `part` of a model."""
+    if module is trainer:
+        return (
+            "this module is already an OffloadModel: use it as it is, or call its disable() first"
+        )
+    if part is trainer:
+        return f"{name} contains an OffloadModel: call disable() of that OffloadModel first"
+    whole = name if part is module else f"{type(part).__name__} in {name}"
+    return (
+        f"{whole} is already in an OffloadModel: use that OffloadModel as it is, or call its "
+        "disable() first"
+    )
 
 
 class TierstoreOffloading:

@@ -120,10 +120,15 @@ def claim(modules: Iterable[nn.Module], trainer: object) -> None:
     _registry.trainers.update(dict.fromkeys(modules, weakref.ref(trainer)))
 
 
+def trainer_of(module: nn.Module) -> object | None:
+    """Return the trainer that manages a module's weights; None if there is none."""
+    claimed = _registry.trainers.get(module)
+    return None if claimed is None else claimed()
+
+
 def is_claimed(module: nn.Module) -> bool:
     """Return whether a trainer manages a module's weights."""
-    claimed = _registry.trainers.get(module)
-    return claimed is not None and claimed() is not None
+    return trainer_of(module) is not None
 
 
 def release_claims(modules: Iterable[nn.Module]) -> None:

@@ -379,8 +379,8 @@ def _with_whole(value: Any) -> Any:
 @functools.cache
 def _warn_of_whole_stack(module: str, name: str) -> None:
     logger.warning(
-        "%s uses %s in a way that needs all experts at once: they are assembled in memory that is "
-        "not counted in any budget. With experts_implementation='eager' or 'grouped_mm', "
+        "%s uses %s in a way that needs all experts at the same time: they are assembled in memory "
+        "that is not counted in any budget. With experts_implementation='eager' or 'grouped_mm', "
         "transformers uses them one at a time",
         module,
         name,

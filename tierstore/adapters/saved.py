@@ -223,10 +223,10 @@ def _view_again(
 def raise_on_backward(*gradients: Any) -> None:
     """Raise the error for a backward pass through weights that have been released."""
     raise RuntimeError(
-        "this backward needs weights that have left the device since the forward: they are in a "
-        "tierstore. If no gradient is needed, run the forward under torch.no_grad(). To train a "
-        "few weights, freeze the others first (model.requires_grad_(False)); to train all, make it "
-        "an ordinary model first (tierstore.disable_offload(model))"
+        "this backward needs weights that have left the device since the forward: a TierStore "
+        "holds them. If you need no gradient, run the forward under torch.no_grad(). To train a "
+        "few weights, freeze the others first (model.requires_grad_(False)). To train all of them, "
+        "call tierstore.disable_offload(model), then OffloadModel(model, store)"
     )
 
 

@@ -70,6 +70,14 @@ class Allowance:
         self._released: deque[int] = deque()
         self._lock = RLock()
 
+    @property
+    @guarded
+    def taken(self) -> int:
+        """Number of bytes in use."""
+        while self._released:
+            self._taken -= self._released.popleft()
+        return self._taken
+
     @guarded
     def take(self, nbytes: int, limit: int | None) -> bool:
         """Take bytes if the limit allows it. Return whether they were taken."""

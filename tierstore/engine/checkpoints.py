@@ -80,6 +80,12 @@ def _files_of(place: Path) -> list[str]:
             )
         names = _indexed(indexes[0]) if indexes else sorted(place.glob("*.safetensors"))
     if not names:
+        if not place.exists():
+            raise TransferError(
+                f"there is no file or directory {place}: pass the path of a safetensors "
+                "checkpoint, or its URL",
+                path=str(place),
+            )
         raise TransferError(
             f"{place} has no safetensors checkpoint: pass a .safetensors file or a directory "
             "with one (torch pickles are not supported: convert them with safetensors)",
@@ -162,6 +168,15 @@ def _stat_regular(descriptor: int, path: str) -> os.stat_result:
     return status
 
 
+def _read_error(error: OSError, path: str) -> TransferError:
+    if isinstance(error, FileNotFoundError):
+        return TransferError(
+            f"there is no file {path}, which the checkpoint needs: download or save it again",
+            path=path,
+        )
+    return transfer_error(error, "reading", key=None, path=path)
+
+
 def read_file(path: str) -> CheckpointFile:
     """Read and validate the header of one safetensors file."""
     try:
@@ -170,7 +185,7 @@ def read_file(path: str) -> CheckpointFile:
             length = header_length(file.read(LENGTH_BYTES), stamp.size, path)
             raw = file.read(length)
     except OSError as error:
-        raise transfer_error(error, "reading", key=None, path=path) from error
+        raise _read_error(error, path) from error
     return _checkpoint_file(path, stamp, parse_header(raw, stamp.size, path))
 
 
@@ -182,7 +197,7 @@ async def aread_file(path: str) -> CheckpointFile:
             length = header_length(await file.read(LENGTH_BYTES), stamp.size, path)
             raw = await file.read(length)
     except OSError as error:
-        raise transfer_error(error, "reading", key=None, path=path) from error
+        raise _read_error(error, path) from error
     return _checkpoint_file(path, stamp, parse_header(raw, stamp.size, path))
 
 

@@ -187,7 +187,7 @@ class Core:
             damage = None
             with suppress(ValueError, AttributeError):  # not a valid key
                 damage = self.directory.damaged.get(object_name(key))
-            raise damage or UnknownKeyError(key)
+            raise damage or UnknownKeyError(key, self.current)
         return group
 
     def check_key_is_new(self, key: str) -> None:

@@ -128,7 +128,7 @@ def checkpoint_groups(
         names = list(names)
         for name in names:
             if name not in tensors:
-                raise UnknownKeyError(name)
+                raise UnknownKeyError(name, tensors, in_checkpoint=True)
         if len(set(names)) != len(names):
             raise ValueError(f"group {key!r} names a tensor twice: name each once")
         placement = place([tensors[name] for name in names])

@@ -87,6 +87,8 @@ def _parse_text(text: str, total: int | None, others: str) -> int:
     number, unit = match.groups()
     if unit == "%":
         return _share(float(number) / 100, text, total)
+    if not unit and float(number) == 0:
+        return _positive(0, text)
     if not unit:
         raise ValueError(
             f"{text!r} has no unit: write '{number}GB' for gigabytes, '50%' for a share, "
@@ -112,7 +114,7 @@ def _share(share: float, written: float | str, total: int | None) -> int:
 
 def _positive(nbytes: int, written: object) -> int:
     if nbytes <= 0:
-        raise ValueError(f"{written!r} is not a positive number of bytes: pass at least 1")
+        raise ValueError(f"{written!r} is not a size: it must be more than 0; pass at least 1 byte")
     return nbytes
 
 

@@ -17,7 +17,7 @@ from tierstore.plan.matching import Numbers
 from tierstore.plan.use_history import Ranks
 
 PATIENCE = 64
-"""Uses after which a prefetched key that was not used is given up."""
+"""Uses after which the hint for a prefetched key that was not used is dropped."""
 
 SOON = -1e15
 """Base rank of prefetched keys, to which their position is added. All other ranks are higher."""
@@ -55,7 +55,7 @@ class KnownKeys:
         self.keys: list[str] = []  # by number
         self.routed: set[int] = set()
         self.registered = RegistrationOrder()
-        self.prefetched: dict[str, int] = {}  # key -> value of `clock` at which it is given up
+        self.prefetched: dict[str, int] = {}  # key -> value of `clock` at which it is dropped
         self.clock = 0
         self.epoch = 0
         self.registrations = 0

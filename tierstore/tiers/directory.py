@@ -8,6 +8,7 @@ new one, wherever a crash happens. Keys are data; names are derived from hashes.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -393,6 +394,12 @@ def _make_directory(path: str) -> None:
         make_directories(path)
     except (FileExistsError, NotADirectoryError) as error:
         raise _path_blocked_error(path) from error
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise TransferError(
+            f"cannot create {path} ({error.strerror}): choose another disk_dir", path=path
+        ) from error
     for each in made:
         # The creator of an existing directory may have died before syncing it. Syncing may fail
         # for a directory that is not ours.

@@ -83,7 +83,7 @@ class ServiceLink:
     def listen(self, allowance: Callable[[int], None], reclaim: Callable[[], None]) -> None:
         """Connect, and pass the service's unsolicited messages to these callbacks (see `Listener`).
 
-        Raises ServiceLostError, or TierStoreError if the service refuses.
+        Raises ServiceLostError, or TierStoreError if the service rejects it.
         """
         self.listener = Listener(allowance, reclaim)
         self.wire()

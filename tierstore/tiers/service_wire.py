@@ -79,8 +79,8 @@ class Listener:
 class Wire:
     """One connection to the service that listens at `path`, from its greeting to its end.
 
-    Raises ServiceLostError if no process listens there, TierStoreError if the service refuses, or
-    is another user's.
+    Raises ServiceLostError if no process listens there, TierStoreError if the service rejects it,
+    or is another user's.
     """
 
     def __init__(self, path: str, listener: Listener, *, private: bool) -> None:

@@ -70,7 +70,7 @@ def make_ordinary(tensor: torch.Tensor) -> None:
 
 @torch.inference_mode()
 def make_inference(tensor: torch.Tensor, *, requires_grad: bool) -> None:
-    """Turn a tensor into an inference tensor. Does nothing if torch refuses, as for one with views.
+    """Turn a tensor into an inference tensor. Does nothing if torch raises, as for one with views.
 
     It stays the same object, over the same memory.
     """

@@ -148,7 +148,7 @@ class Library:
         return None
 
     def guard(self) -> None:
-        """Make the library refuse to offload a model that is in a store. Called repeatedly."""
+        """Make the library raise for a model that is in a store. Called repeatedly."""
 
     def mark(self, model: nn.Module, device: torch.device) -> None:
         """Mark a model for the library as offloaded and running on `device`."""

@@ -38,7 +38,7 @@ class Accelerate(Library):
         )
 
     def guard(self) -> None:
-        """Make accelerate's hooks refuse models that are in a store."""
+        """Make accelerate's hooks raise for models that are in a store."""
         from accelerate import hooks
 
         install_model_check(hooks.AlignDevicesHook, "init_hook", _forget_forward)

@@ -62,7 +62,7 @@ class Diffusers(Library):
         return "by diffusers, or to another store: load it again, or undo that first"
 
     def guard(self) -> None:
-        """Make diffusers' group offloading refuse models that are in a store."""
+        """Make diffusers' group offloading raise for models that are in a store."""
         from diffusers.hooks import group_offloading
 
         install_model_check(group_offloading, "_apply_group_offloading")

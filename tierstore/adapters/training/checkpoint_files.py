@@ -43,6 +43,7 @@ from tierstore.torch_private import file_view, stored_at
 METADATA, DRAFT = ".metadata", ".saving-"
 FORMAT = 1
 ADVICE = "restore it, or load another save"
+_PASS = "pass the path that you gave to save_training"
 _UNSYNCED = 64 << 20  # dirty bytes of a file that may accumulate in the page cache
 
 
@@ -149,11 +150,44 @@ class Encoded(io.BytesIO):
             torch.save(value, self)
             _loaded(io.BytesIO(self.getvalue()))
         except (pickle.PickleError, AttributeError, RecursionError, TypeError) as error:
+            if isinstance(error, RecursionError):
+                raise TypeError(f"{name} is nested too deeply: save fewer levels") from error
+            part, found = _not_plain(name, value)
+            rest = (
+                ""
+                if name == "extra"
+                else "; or leave it out, and save what recreates it as `extra`"
+            )
             raise TypeError(
-                f"{name!r} is a {type(value).__name__} that cannot be loaded again without "
-                "running code from the checkpoint: build it from tensors, numbers, text, lists and "
-                "dicts, or omit it and save the data needed to rebuild it as `extra`"
+                f"{part} is of type {found}, which cannot be loaded without running code: {name} "
+                f"may hold tensors, text, numbers, lists, tuples and dicts{rest}"
             ) from error
+
+
+def _not_plain(name: str, value: Any) -> tuple[str, str]:
+    """Return the path and the type of the first part of a value that cannot be loaded."""
+    for _ in range(100):  # a container may contain itself
+        if isinstance(value, dict):
+            items: Any = value.items()
+        elif isinstance(value, (list, tuple)):
+            items = enumerate(value)
+        else:
+            break
+        wrong = next(((key, item) for key, item in items if not _is_plain(item)), None)
+        if wrong is None:  # a key, or the class of the container
+            break
+        name, value = f"{name}[{wrong[0]!r}]", wrong[1]
+    return name, type(value).__name__
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        output = io.BytesIO()
+        torch.save(value, output)
+        _loaded(io.BytesIO(output.getvalue()))
+    except (pickle.PickleError, AttributeError, RecursionError, TypeError):
+        return False
+    return True
 
 
 def seal_metadata(pickled: bytes, sums: dict[str, FileSum]) -> bytes:
@@ -241,8 +275,21 @@ class CheckpointFiles:
                 if lacking == metadata or os.path.samestat(
                     os.stat(metadata), os.fstat(file.fileno())
                 ):
-                    why = "is missing: restore it, or pass a directory written by save_training"
-                    raise self._error(errors.TransferError, lacking, why) from None
+                    raise self._missing(lacking) from None
+            except NotADirectoryError:
+                why = f"is not a directory: {_PASS}"
+                raise self._error(errors.TransferError, path, why) from None
+
+    def _missing(self, name: str) -> errors.TransferError:
+        """Return the error for a file that does not exist, or for the directory without it."""
+        if not os.path.exists(self.path):
+            text = f"there is no directory {self.path}: {_PASS}"
+            return errors.TransferError(text, path=self.path)
+        if not any(map(DATA.fullmatch, os.listdir(self.path))):
+            text = f"{self.path} has no saved training: {_PASS}"
+            return errors.TransferError(text, path=name)
+        why = f"is missing: {ADVICE}"
+        return errors.TransferError(f"{name} {why}", path=name)
 
     def _parsed(self, raw: bytes) -> set[str]:
         """Read the metadata and the checksums. Return the names of the data files."""

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tierstore.adapters.contents import modules_of, named_parameters_of
-from tierstore.adapters.other_offloading import check_not_offloaded
+from tierstore.adapters.other_offloading import check_no_part_offloaded
 from tierstore.adapters.training.sharded import sharded_modules
 from tierstore.store import TierStore
 
@@ -40,7 +40,7 @@ def check_training_arguments(
     for name, value in (("num_slices", num_slices), ("num_microbatches", num_microbatches)):
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name}={value!r} is not a positive integer: pass 1 or more")
-    check_not_offloaded(type(module).__name__, module)
+    check_no_part_offloaded(type(module).__name__, module)
     if (library := _parallel_wrapper_of(module)) is not None:
         raise ValueError(f"{type(module).__name__} is in {library}, {ADVICE}")
     for name, parameter in named_parameters_of(module):

@@ -189,9 +189,11 @@ class _Loading:
     def _check_model(self) -> None:
         known = self._saved_names()
         if lacking := self._state.keys() - known:
-            raise self._mismatch(f"another model: it lacks {_first_names(lacking)}")
+            raise self._mismatch(f"a different model: it has no {_first_names(lacking)}")
         if more := known - self._state.keys():
-            raise self._mismatch(f"another model: it has {_first_names(more)}")
+            raise self._mismatch(
+                f"a different model: it also has {_first_names(more)}, which this model lacks"
+            )
         for name, tensor in self._state.items():
             if isinstance(tensor, torch.Tensor):
                 found, there = self._items.get(f"{MODEL}.{name}"), "no tensor"
@@ -199,7 +201,7 @@ class _Loading:
                     there = _describe(found.properties.dtype, found.size)
                 if there != (here := _describe(tensor.dtype, tensor.shape)):
                     raise self._mismatch(
-                        f"another model: {name!r} is {there} there, and {here} in the model"
+                        f"a different model: {name!r} is {there} there, and {here} in the model"
                     )
 
     def _checked_options(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -207,17 +209,17 @@ class _Loading:
         saved = self._saved_options()
         if differing := saved.keys() ^ self._parameters.keys():
             raise self._mismatch(
-                f"other groups of parameters, not in both: {_first_names(differing)}"
+                f"different groups of parameters, not in both: {_first_names(differing)}"
             )
         found = []
         for group, names in zip(optimizer.param_groups, self._names, strict=True):
             options = [saved[name] for name in names] or [group]
             if any(not _same(each, options[0]) for each in options):
-                raise self._mismatch("other groups of parameters: they are grouped differently")
+                raise self._mismatch("different groups of parameters")
             lacking = optimizer.defaults.keys() - options[0].keys()
             if lacking and self.ours is None:
                 raise self._mismatch(
-                    f"another optimizer: it lacks {_first_names(lacking)} in param_groups"
+                    f"a different optimizer: it has no {_first_names(lacking)} in param_groups"
                 )
             found.append({**group, **options[0]})
         return found

@@ -48,7 +48,7 @@ from tierstore.adapters.training.state_buffers import state_budget_of
 from tierstore.adapters.training.weights import Weights, WeightStreamer
 from tierstore.adapters.unit_context import PassContext, UnitContext
 from tierstore.model import shares
-from tierstore.model.formatting import size
+from tierstore.model.formatting import Units, at_least, size
 from tierstore.model.sizes import PAGE
 from tierstore.model.tiers import Tier
 from tierstore.observe.passes import ModelPasses
@@ -118,6 +118,7 @@ class OffloadModel(nn.Module):
     ) -> None:
         super().__init__()
         check_training_arguments(module, store, device, num_slices, num_microbatches)
+        _check_not_tied(module)
         self.__dict__["module"] = module  # not a child: names are those of the module itself
         self._share()
         self.store = store
@@ -145,7 +146,7 @@ class OffloadModel(nn.Module):
             run = Microbatches(module, num_microbatches, self._gradient_streamer.begin)
         self.__dict__["_run"] = run
         self.__class__ = _with_signature_of(type(module))
-        claim(modules_of(module), self)
+        claim([self, *modules_of(module)], self)
         engine_of(store).saved_tensors.lease_holders.add(self)
         for parameter in parameters_of(module):
             _models[id(parameter)] = self
@@ -156,6 +157,7 @@ class OffloadModel(nn.Module):
             len(self._groups),
             weight_bytes(parameters_of(module)),
         )
+        _warn_of_small_budget(type(module).__name__, store, self._groups)
 
     # Module interface --------------------------------------------------------------------------
 
@@ -404,7 +406,7 @@ class OffloadModel(nn.Module):
 
     def disable(self) -> nn.Module:
         """Restore the original module on the CPU, with memory of its own, and return it."""
-        release_claims(modules_of(self.module))
+        release_claims([self, *modules_of(self.module)])
         self._attachment.detach()
         self._gradient_streamer.stop()
         self.flush()
@@ -466,6 +468,33 @@ def _slices(module: nn.Module, store: TierStore, count: int | None) -> list[Slic
     return partition_into_slices(
         module, count, max(fastest // shares.SLICE, group), max(group, PAGE)
     )
+
+
+def _warn_of_small_budget(name: str, store: TierStore, groups: list[Weights]) -> None:
+    """Log a warning if no group of the training state stays in RAM."""
+    state = [weights.buffer for weights in groups if not weights.frozen]
+    ram = state_budget_of(store)
+    if ram.budget is None or not state or any(buffer.host_resident for buffer in state):
+        return
+    largest = max(buffer.nbytes for buffer in state)
+    logger.warning(
+        "%s: ram_budget %s keeps no group of this model in RAM between uses (the largest "
+        "needs %s bytes): training runs from disk, slowly; at least %s keeps some groups in RAM",
+        name,
+        size(ram.budget, Units.DECIMAL),
+        f"{largest:,}",
+        at_least(ram.least_for(largest)),
+    )
+
+
+def _check_not_tied(module: nn.Module) -> None:
+    """Raise ValueError if another OffloadModel trains a parameter of `module`."""
+    for name, parameter in named_parameters_of(module):
+        if model_of(parameter) is not None:
+            raise ValueError(
+                f"{name} is already trained by another OffloadModel: pass one module that contains "
+                "both models, or untie the parameter (nn.Parameter(parameter.detach().clone()))"
+            )
 
 
 def model_of(parameter: nn.Parameter) -> OffloadModel | None:

@@ -87,6 +87,22 @@ class StateBudget:
         limit = None if self.budget is None else self.budget - self.streaming_bytes()
         return self._resident.take(nbytes, limit)
 
+    def least_for(self, largest: int) -> int:
+        """Return a ram_budget, in bytes, with which a group stays in RAM beside those that do now.
+
+        `largest` is the largest group, in bytes. With a larger budget groups may be larger, too.
+        """
+        least = budget = self.budget or 0
+        while True:
+            target = max(min(budget // shares.STATE_GROUP, LARGEST), PAGE)
+            group = max(largest, target)
+            frozen = STREAMING_FROZEN * self._largest_frozen
+            streaming = max(STREAMING_GROUPS * target, STREAMING_LARGEST * group, frozen)
+            least = self._resident.taken + streaming + group
+            if least <= budget:
+                return least
+            budget = least
+
     def release(self, nbytes: int) -> None:
         """Release the bytes of a resident group. Safe to call from finalizers."""
         self._resident.release(nbytes)
