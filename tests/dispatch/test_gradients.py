@@ -58,7 +58,7 @@ def test_backward_raises(trainable: Trainable, of_input: bool, device: str, disk
             assert torch.equal(output.cpu(), expected.cpu())
             assert output.requires_grad
             assert store.stats().bytes_read > 0
-            with pytest.raises(RuntimeError, match=r"tierstore.*no_grad.*disable_offload"):
+            with pytest.raises(RuntimeError, match=r"TierStore.*no_grad.*disable_offload"):
                 output.sum().backward()
             with pytest.raises(RuntimeError):
                 torch.autograd.grad(model(x).sum(), x if of_input else list(wanting(model)))

@@ -35,7 +35,7 @@ BUDGET = 16 * PAGE
 ABSENT = None
 ADVICE = re.compile(
     r"[:;] (\(?or )?(use|check|free|register|download|remove|raise|open|save|upgrade|close|release|"
-    r"lower|pass|put|list|call|discard|try)\b|(then|to) (try|open) again|then try again"
+    r"lower|pass|put|list|call|choose|discard|try)\b|(then|to) (try|open) again|then try again"
 )
 """Return the remedy that a message names."""
 

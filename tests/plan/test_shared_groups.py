@@ -219,7 +219,7 @@ def test_shared_waiter_with_lowered_allowance_raises(device: int | None) -> None
     planner.release("A", Access.READ)
     error = planner.error_of(planner.record("C").id)
     assert isinstance(error, BudgetError)
-    assert str(error).endswith("whose budget is 5 bytes: start tierstore-serve with a larger --ram")
+    assert str(error).endswith("is 5 bytes: start tierstore-serve with a larger --ram")
     assert on_host(planner) == ""
 
 
