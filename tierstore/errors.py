@@ -30,7 +30,7 @@ __all__ = [
 
 
 _MOST_COMPARED = 2_000
-"""Keys that are compared with an unknown one, which takes milliseconds."""
+"""Maximum number of keys to compare with an unknown one, which takes milliseconds."""
 
 _ON_TIER = {
     "DEVICE": "on the device (tier DEVICE)",

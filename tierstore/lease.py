@@ -113,7 +113,7 @@ class Lease:
             raise
 
     def abandon(self) -> bool:
-        """End the lease at the next transaction. For finalizers, which may run inside of one.
+        """End the lease at the next transaction. For finalizers, which may run inside one.
 
         Returns:
             True if the lease had not ended.
@@ -169,7 +169,7 @@ def _summary(lease: Lease) -> Description:
 
 
 class OpenLease(Lease):
-    """A lease that has not been released. Warns if it is dropped without `release`."""
+    """A lease that has not been released. Warns if it was used and is dropped without `release`."""
 
     def __del__(self) -> None:
         # An unused lease was lost to an interrupt, before it reached the caller: no warning.
@@ -185,8 +185,8 @@ def make_revocable(lease: Lease) -> bool:
     """Mark the tensors of a READ lease as unused until `resume`. For adapters.
 
     The store revokes a revocable lease as soon as a caller would have to wait for it, so holding
-    one for a possible next use costs nothing. Return False if that is not possible: the caller must
-    release the lease.
+    one for a possible next use costs nothing. Return False if the store cannot do so: the caller
+    must then release the lease.
     """
     return lease._issuer.make_revocable(lease._record)
 

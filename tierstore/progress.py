@@ -1,9 +1,9 @@
 """Progress bars for operations that take seconds.
 
 A bar is drawn after two seconds, on stderr if that is a terminal, or in a notebook with ipywidgets,
-and erased at the end. Only one is drawn at a time: of nested bars (a download inside a loop over
-files), the first. `TIERSTORE_PROGRESS=0` in the environment turns bars off. The thread that does
-the work draws; no thread is started.
+and erased at the end. Only one is drawn at a time: if bars are nested (a download inside a loop
+over files), the outermost. `TIERSTORE_PROGRESS=0` in the environment turns bars off. The thread
+that does the work draws; no thread is started.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ T = TypeVar("T")
 DELAY_SECONDS = 2.0
 
 ENVIRONMENT_VARIABLE = "TIERSTORE_PROGRESS"
-"""The environment variable that turns bars off. Unset, they are on."""
+"""The environment variable that turns bars off. They are on by default."""
 
 _REDRAW_SECONDS = 0.1  # between two redraws of a bar
 _STATISTICS_WIDTH = 37  # columns beside the bar: amount done, speed, time left

@@ -1,6 +1,6 @@
 """Simulate a run: the real planner on a virtual clock, without reading data.
 
-A list of uses is played against the planner. Each hop makes one copy at a time, urgent ones first,
+Plays a list of uses against the planner. Each hop makes one copy at a time, urgent ones first,
 as on a busy disk or link; compute takes the seconds given with each use. No data is read and no
 thread runs, so results are exact and reproducible. The command line predicts run times with it,
 tests check the planner with it, and benchmarks compare measurements to it.
@@ -114,7 +114,7 @@ def play(
     uses: Sequence[Use],
     bandwidth: Mapping[Hop, float],
 ) -> Outcome:
-    """Simulate uses with a planner on this clock, whose groups are registered."""
+    """Simulate uses with a planner that is on this clock and already has its groups."""
     run = SimulatedRun(planner, clock, bandwidth)
     for use in uses:
         run.use(use)
@@ -128,7 +128,7 @@ def simulate_together(
     *,
     bandwidth: Mapping[Hop, float] | None = None,
 ) -> Outcome:
-    """Simulate several threads. Their compute overlaps, and does not slow down the others."""
+    """Simulate several threads. Their compute overlaps without slowing each other down."""
     clock = Clock()
     run = SimulatedRun(planner_with_groups(groups, budgets, clock), clock, bandwidth or {})
     run.use_together(threads)
@@ -149,7 +149,7 @@ def replay(record: EventRecord) -> Iterator[tuple[Event, list[Instruction]]]:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first event after which the current planner gives other instructions than recorded.
+    """The first event for which the current planner's instructions differ from the recorded ones.
 
     `number` is the index of the event, from 0. `error` is set if the planner raised.
     """
@@ -203,8 +203,8 @@ def simulate_loop(
 
     The first two passes use the planner, which learns the order of use. Later passes follow the
     plan of `plan_loop`, if there is one. Groups that are resident by then are reused; loading the
-    others that the plan starts with counts for the first planned pass. `bandwidth` is in bytes per
-    second. Raises BudgetError if a group is larger than a budget.
+    other groups that the plan starts with counts toward the first planned pass. `bandwidth` is in
+    bytes per second. Raises BudgetError if a group is larger than a budget.
     """
     plan = plan_loop(loop, budgets, bandwidth, tile)
     keys = [str(number) for number in range(len(loop.sizes))]
@@ -289,7 +289,7 @@ class _Channel:
 
 @dataclass(frozen=True, slots=True)
 class _PendingUse:
-    """A use that a thread has waited for `since` then. `found`: see `UseResult`."""
+    """A use that a thread has been waiting for since time `since`. `found`: see `UseResult`."""
 
     use: Use
     group: GroupId

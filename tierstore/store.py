@@ -1,8 +1,8 @@
 """The store: one cache of named groups of tensors over device, RAM and disk.
 
-These calls may block: `put`, `acquire`, `get`, `flush`, `close` and their async twins; `register`,
-when it writes weights that no file holds; `discard` and the release of a `TAKE` lease, while a file
-is removed.
+These calls may block: `put`, `acquire`, `get`, `flush` and `close`; `register_checkpoint`, while it
+reads headers; `register`, if it writes weights that no file holds; `discard` and the release of a
+`TAKE` lease, while a file is removed. The async calls wait without blocking the event loop.
 """
 
 from __future__ import annotations
@@ -322,7 +322,8 @@ class TierStore(AbstractContextManager["TierStore"]):
             timeout: seconds to wait; None: no limit.
 
         Returns:
-            A tensor or a dict of tensors, as it was put, with the same shapes, dtypes and strides.
+            A tensor or a dict of tensors, as passed to `put`, with the same shapes, dtypes and
+            strides.
             The caller owns the memory.
 
         Raises:

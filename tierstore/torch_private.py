@@ -47,7 +47,7 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Return `version_of` each tensor. Faster than a call for each if none is of inference."""
+    """Return `version_of` each tensor. Faster than separate calls, unless any is for inference."""
     try:
         return [tensor._version for tensor in tensors]
     except RuntimeError:
@@ -143,7 +143,7 @@ def is_tracing() -> bool:
 def in_functorch_grad() -> bool:
     """Return True inside a differentiating transform of torch.func.
 
-    Such a transform wraps tensors that are created meanwhile.
+    Such a transform wraps tensors that are created inside it.
     """
     transforms = torch._C._functorch.get_interpreter_stack() or []
     return any(transform.key().name in ("Grad", "Jvp") for transform in transforms)
@@ -167,7 +167,7 @@ Counts tensors of every kind, and the Python object of the storage."""
 storage_at: Callable[[int, torch.device, int], Any] = torch._C._construct_storage_from_data_pointer
 """Return a storage over memory that it does not own: an address, a device and a number of bytes.
 
-The owner must keep the memory alive for as long."""
+The owner must keep the memory alive as long as the storage exists."""
 
 
 def clear_last_error(cudart: Any) -> None:
@@ -176,7 +176,7 @@ def clear_last_error(cudart: Any) -> None:
     Otherwise the next kernel launch on this thread, by any library, would raise that error.
     """
     # A runtime function that fails also leaves its error as the last one. Only cudaGetLastError
-    # resets it, and torch 2.8 to 2.13 do not bind that. A later torch may: then it is used.
+    # resets it, and torch 2.8 to 2.13 do not bind it. If a later version does, use its binding.
     reset = getattr(cudart, "cudaGetLastError", None) or _cuda_get_last_error()
     reset()
 
@@ -233,7 +233,7 @@ def accumulates_all_gradients() -> bool:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` at the end of the running backward pass, unless that raises."""
+    """Call `callback` at the end of the running backward pass, unless the pass raises."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 

@@ -135,7 +135,7 @@ def run_step(name: str, command: list[str]) -> int:
 
 
 def run_quietly(name: str, command: list[str]) -> int:
-    """Run a check that runs beside another, and print its output when it has ended."""
+    """Run a check in parallel to another, and print its output at the end."""
     program, *arguments = command
     started = time.monotonic()
     done = subprocess.run(

@@ -9,7 +9,7 @@ the input in a file `crash-*`:
 
 - `header`: the input is a whole safetensors file. If this library accepts it, safetensors must
   accept it and find the same tensors; if it rejects it, the error must name the file. The length in
-  the first eight bytes is mostly corrected, or few inputs would get past it.
+  the first eight bytes is usually corrected; else few inputs would get past it.
 - `object`: the input is the header of an object file, with its checksum corrected, as an attacker
   would. If it is accepted, every tensor must lie inside its block, and safetensors must find the
   blocks that the header names.

@@ -84,7 +84,7 @@ class Attachment:
             yield module.__dict__, name, module.__dict__.get(name), module, type(module)
 
     def supersede(self, kind: type) -> list[MethodPatch]:
-        """Mark the patches that run a `kind` as superseded, and return them.
+        """Mark the patches whose `run` is a `kind` as superseded, and return them.
 
         The caller removes them once new patches are installed.
         """

@@ -19,7 +19,7 @@ from tierstore.system.views import blocks_of
 from tierstore.torch_private import revive_object, unchecked_version, version_of
 
 FREQUENT_EDITS = 2
-"""Content writes of a buffer after which it is treated as changed by every use.
+"""Number of writes to a buffer after which it is treated as changed by every use.
 
 Such buffers are key-value caches and running statistics.
 """
@@ -50,7 +50,7 @@ class ParameterBinding:
 
     A binding does not keep the tensor alive: a deleted or replaced parameter is freed at once, as
     in plain torch. From then on `tensor` is a new tensor over the host view, and the binding is
-    `detached`. `number` is the id of the original tensor, which Python may reuse then.
+    `detached`. `number` is the id of the original tensor, which Python may then reuse.
 
     Args:
         find: returns the current tensor, for one that is replaced from time to time (the local
@@ -142,7 +142,7 @@ class ParameterBinding:
         self.version = version_of(tensor)
 
     def accept(self) -> None:
-        """Treat the tensor as unchanged, whatever its version counter says."""
+        """Treat the tensor as unchanged, even if its version counter has changed."""
         self.version = version_of(self.tensor)
 
     @property
@@ -170,7 +170,9 @@ class ParameterBinding:
         return any(getattr(user, "thread", thread) == thread for user in users)
 
     def value(self, shown: torch.Tensor) -> torch.Tensor:
-        """Return its value in memory that is not reused: the host view if in use, else `shown`.
+        """Return its value in memory that is not reused: `shown`, or the host view.
+
+        Returns `shown` only if the tensor is not in use and `shown` has the same memory.
 
         A change made by the current use becomes visible when that use ends.
         """
@@ -192,7 +194,7 @@ class ParameterBinding:
         self.version = -1
 
     def _copy_back(self, tensor: torch.Tensor) -> None:
-        """Keep a change that the forward itself made, on the CPU, marked as edited.
+        """Copy a change that the forward itself made to the CPU, and mark the tensor as edited.
 
         A tensor pointed at other memory keeps a CPU copy of it; a change in place is copied to the
         host view.
@@ -212,7 +214,7 @@ class ParameterBinding:
 def edited_among(
     bindings: Iterable[ParameterBinding], expected: Mapping[str, torch.Tensor]
 ) -> list[ParameterBinding]:
-    """Return the unused bindings whose tensors differ from their unchanged host views.
+    """Return the bindings that are not in use and whose tensors have been edited.
 
     `expected` maps names to tensors with the required shape, strides and dtype.
     """
@@ -266,7 +268,7 @@ def bind_all(
             binding.version = 0
 
 
-def unbind_all(  # noqa: C901 - no call more for each tensor
+def unbind_all(  # noqa: C901 - no extra call per tensor
     bindings: Iterable[ParameterBinding], user: object, *, with_grad: bool
 ) -> None:
     """Bind tensors to their host views again when their last use ends. Can be called repeatedly.

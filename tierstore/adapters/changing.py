@@ -128,7 +128,7 @@ class Copying:
         self._root.__dict__.update(self._methods)
 
     def remove(self) -> None:
-        """Let the model be copied as any module."""
+        """Restore the default copying and pickling of the model."""
         for name in self._methods:
             self._root.__dict__.pop(name, None)
 
@@ -182,7 +182,7 @@ def _give_ordinary_attributes(root: nn.Module, found: nn.Module, memo: dict[int,
 
 
 def _leave_to_its_class(module: nn.Module, copied: nn.Module) -> None:
-    """Delete a copy's patches of methods that the module had from its class."""
+    """Delete patched methods from a copy, so that it uses those of its class."""
     for name, value in list(module.__dict__.items()):
         while isinstance(value, MethodPatch):
             value = value.replaced
@@ -207,7 +207,7 @@ class Hook:
 
 
 class WalkPatch(Generic[T]):
-    """Replacement for `named_modules`, `named_children` and `apply` that stores changes on the way.
+    """Replacement for `named_modules`, `named_children` and `apply` that stores changes as it goes.
 
     Code that changes a whole model iterates with these methods (`modules()` and `parameters()` call
     the first). `own` returns the keys or tensors of a module that may have changed; they are passed

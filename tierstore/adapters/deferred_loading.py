@@ -294,7 +294,7 @@ class DeferredConcat:
             joined.parts = []
 
     def change(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, filled in and dropped from the deferred ones: it will be changed."""
+        """Fill in a tensor that is about to be changed, stop tracking it, and return it."""
         joined = self._concats.at(tensor)
         if joined is not None:
             self._fill(joined)

@@ -67,7 +67,7 @@ class DeviceResident:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """The tensors that show the store's memory."""
+        """The tensors that are bound to the store's memory."""
         return [tensor for tensor, _ in self._live()]
 
     def _live(self) -> list[tuple[torch.Tensor, torch.device]]:

@@ -23,16 +23,16 @@ _numbers = itertools.count()
 
 @contextmanager
 def edit_weights(module: nn.Module) -> Iterator[nn.Module]:
-    """Bring the weights of `module` to the device for the `with` block, to edit them there.
+    """Load the weights of `module` onto the device for a `with` block, to edit them there.
 
         with edit_weights(model.layers[5].up_proj) as layer:
             layer.weight.data += up @ down  # merges a LoRA
 
     Any kind of change is allowed. The weights are copies that count against the device budget;
     changes are written back to the store on exit. The model can run inside the block. A module that
-    is not offloaded is yielded as it is. Blocks nest on one thread: an inner block uses the weights
-    that the outer one has loaded, and changes are written back when the outermost block exits. The
-    design follows PEFT's `onload_layer`.
+    is not offloaded is yielded unchanged. Blocks nest on one thread: an inner block uses the
+    weights that the outer one has loaded, and changes are written back when the outermost block
+    exits. The design follows PEFT's `onload_layer`.
 
     Args:
         module: an offloaded module, or a part of one.
@@ -55,7 +55,7 @@ def edit_weights(module: nn.Module) -> Iterator[nn.Module]:
 
 @dataclass(eq=False)
 class _Edit:
-    """Binds the weights of the outermost `edit_weights` block of a thread."""
+    """The user of weights that are bound by a thread's outermost `edit_weights` block."""
 
     thread: int = field(default_factory=threading.get_ident)
 

@@ -112,7 +112,7 @@ class MethodPatch:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run = self.run
-        # An export contains the ordinary model, with its weights as they are.
+        # An export contains the ordinary model, with its current weights.
         if run is None or torch.compiler.is_exporting() or self._is_compiled():
             return self.original(*args, **kwargs)
         return run(self, args, kwargs)
@@ -215,7 +215,7 @@ def has_method(module: nn.Module, name: str) -> bool:
 
 
 def entry_methods(module: nn.Module) -> tuple[str, str]:
-    """Return the methods to patch so that every call of a module is seen, compiled or not.
+    """Return the methods to patch so that every call of a module is intercepted.
 
     A `forward` that is a property cannot be patched; `__call__` is patched instead.
     """

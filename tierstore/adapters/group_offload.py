@@ -1,7 +1,7 @@
 """Group offloading of diffusers pipelines and single models through a store.
 
-Group offloading and the argument names follow diffusers' `enable_group_offload`. Streams, pinning
-and the directory, which diffusers configures with flags, are the store's.
+Group offloading and the argument names follow diffusers' `enable_group_offload`. The store manages
+streams, pinning and the directory, which diffusers configures with flags.
 """
 
 from __future__ import annotations

@@ -109,8 +109,9 @@ class OffloadedModel:
 
     The model keeps this object alive through its patched methods. `changed` is True if the model's
     structure has changed since it was partitioned; it is repartitioned before its next run.
-    `enabled` is True while the weights are offloaded: not after the offloading has ended, while it
-    is suspended, or if it could not be resumed. `has_run` is True after a run of the whole model.
+    `enabled` is True while the weights are offloaded. It is False once the offloading has ended,
+    while it is suspended, and if it could not be resumed. `has_run` is True after a run of the
+    whole model.
 
     Raises ValueError if something else offloads the model, and BudgetError if a group, or the
     weights needed on the device at the same time, exceed a budget. The model is then an ordinary
@@ -169,7 +170,7 @@ class OffloadedModel:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Make the model an ordinary one within the block. Changed weights are stored as they come.
+        """Make the model an ordinary one within the block. Weights are stored as they change.
 
         See `SuspendedChanges`.
         """
@@ -360,8 +361,8 @@ class OffloadedModel:
     def _patch_entries(self, units: set[nn.Module]) -> None:
         """Patch the entry methods of the model and of parts that may be called directly.
 
-        A call of a large part, or of one with weights leased on demand, is a pass of its own: the
-        model is refreshed once, not before each unit.
+        A direct call of a large part, or of one with weights leased on demand, is a separate pass:
+        the model is refreshed once, not before each unit.
         """
         move = self._move if self._aligned else None
         named = dict(named_modules_of(self.root))

@@ -74,7 +74,7 @@ def disown(model: OffloadedModel) -> None:
     for other in enabled_models():
         modules = modules_of(other.root)
         tensors = (t for m in modules for t in (*m._parameters.values(), *m._buffers.values()))
-        alone = all(id(t) not in ours for t in tensors)  # no weight of it is tied to ours
+        alone = all(id(t) not in ours for t in tensors)  # none of its weights is tied to ours
         if not (alone and given_up.isdisjoint(modules)):
             other.changed = True
 

@@ -2,7 +2,7 @@
 
 The library does all the work: it finds and downloads files, renames, converts and ties weights, and
 chooses dtypes. Only the location of the bytes differs, which allows models of any size: weights to
-be cast, joined or quantised are processed in the store, one group at a time (see
+be cast, concatenated or quantised are processed in the store, one group at a time (see
 `tierstore.adapters.deferred_loading`). Results derived from the same files before are reused.
 """
 

@@ -23,7 +23,7 @@ _LISTED = 5
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A tensor of a model, its name, and the value to show."""
+    """A tensor of a model, its name, and the value to assign to it."""
 
     name: str
     tensor: torch.Tensor

@@ -4,8 +4,8 @@ The experts of a layer are one module whose parameters have the experts as their
 The arguments of its forward route each token to experts, whose weights it reads as `stack[expert]`,
 as `stack[experts]`, or in a grouped matrix product. Each slice of a stack is a group of the store.
 During the forward, the module's attribute is an `ExpertStack`, which leases slices as they are
-read; the chosen slices are prefetched before. The parameter itself does not change: it shows all
-slices in a mapped view of its file.
+read; the chosen slices are prefetched beforehand. The parameter itself does not change: it shows
+all slices in a mapped view of its file.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Experts:
         return before
 
     def bind(self, context: ExpertsContext) -> bool:
-        """Replace the parameters by stacks for `context`. Return False if invalidated."""
+        """Replace the parameters by stacks for `context`. Return False if they are invalid."""
         with self.groups.lock:
             begun = not self.groups.invalidated
             if begun:

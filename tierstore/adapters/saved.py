@@ -274,7 +274,7 @@ class BackwardLeases:
             lease.release()
 
     def release_all(self) -> None:
-        """Release all of them."""
+        """Release all leases."""
         while self._leases:
             self._release_oldest()
 

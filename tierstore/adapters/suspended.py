@@ -29,8 +29,8 @@ _numbers = itertools.count()
 class SuspendedChanges:
     """Moves changed tensors into files of the store from `begin` to `end`.
 
-    A batch is moved once code that iterates over the model has passed on to other modules and
-    `target` bytes have accumulated. Tensors that take no memory are left alone.
+    A batch is moved once code that iterates over the model has moved on to other modules and
+    `target` bytes have accumulated. Tensors that take no memory are skipped.
     """
 
     def __init__(self, root: nn.Module, store: TierStore, target: int) -> None:

@@ -36,7 +36,7 @@ class TrainedParameters:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """The trained parameters that still exist; weak references do not keep replaced ones."""
+        """The trained parameters that still exist. Replaced parameters are not kept alive."""
         return [found for reference in self._references if (found := reference()) is not None]
 
     def refresh(self) -> bool:

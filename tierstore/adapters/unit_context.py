@@ -1,6 +1,6 @@
 """Lease the weights of a model around calls of one unit and of the whole model.
 
-Both contexts are a `ForwardContext`, for inference and training. While gradients are enabled,
+Both contexts implement `ForwardContext`, for inference and training. While gradients are enabled,
 autograd saves no weights: see `tierstore.adapters.saved`. In inference, a backward pass through
 frozen weights leases them again; a backward pass through other weights raises.
 """
@@ -163,7 +163,7 @@ class UnitWeights:
 
     @functools.cached_property
     def saved_past_hooks(self) -> bool:
-        """True if a library's autograd functions save some of them without saved-tensor hooks."""
+        """True if a library's autograd functions save some tensors outside saved-tensor hooks."""
         return any(any_answer(Library.saves_weights, each) for each in self.parameters)
 
     @property
@@ -268,7 +268,7 @@ class UnitContext:
         return under(owner.lock, bind)
 
     def _begin_step(self, keys: tuple[str, ...]) -> bool:
-        """Begin a step of a planned loop. Return whether that step holds all the tensors."""
+        """Begin a step of a planned loop. Return whether the step provides all the tensors."""
         loops = self._weights.owner.loops
         if self._hooked or self._weights.mutable or self._steps is not None:
             return False

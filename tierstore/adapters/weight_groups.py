@@ -43,7 +43,7 @@ class StorageKind(Enum):
     ROUTED = auto()
     """By content; data choose when it is used."""
     CHANGING = auto()
-    """As a mutable group, as its values change all the time."""
+    """As a mutable group, because its values change constantly."""
     IN_PLACE = auto()
     """As a mutable group whose tensors are already in its memory."""
 
@@ -56,7 +56,7 @@ def _watch_of(bindings: list[ParameterBinding]) -> WriteWatch:
 
 
 class WeightGroups:
-    """The groups of one model, for as long as it keeps one partition.
+    """The groups of one model, until it is repartitioned.
 
     `groups` maps their keys to tensor names. `lock` guards the bindings of the tensors.
     `generation` increases each time tensors move to other groups. Once the groups are
@@ -86,7 +86,7 @@ class WeightGroups:
         self._members: dict[str, list[ParameterBinding]] = {}
         self.running: set[object] = set()  # contexts that use slices
         self._slices: dict[int, tuple[str, list[str]]] = {}  # binding id: its key, slice keys
-        self._routed: set[int] = set()  # ids of tensors in groups that data choose
+        self._routed: set[int] = set()  # ids of tensors in routed groups
         self._changing: set[str] = set()  # keys of groups stored as changing
         self._sticky: set[str] = set()  # names of tensors to evict last
         self._freed = FreedMemory()
@@ -179,7 +179,7 @@ class WeightGroups:
         return [f"{binding.key}/{name}" for name in names]
 
     def keys_of(self, unit: Unit) -> list[str]:
-        """Return the keys of the groups that a unit uses at once, each once."""
+        """Return the keys of the groups that a unit uses at the same time, each once."""
         bindings = self.bindings(map(id, unit.tensors.values()))
         if unit.stacks:
             return [self._slices[id(b)][1][0] for b in bindings if id(b) in self._slices]
@@ -285,7 +285,7 @@ class WeightGroups:
     def rewrite_edited(self, keys: set[str]) -> None:
         """Rewrite those of the groups that were edited and are not in use.
 
-        Does not wait: if another thread is rewriting groups, the edit is left to the next run.
+        Does not wait: if another thread is rewriting groups, the next run writes the edits.
         """
         members = [b for key in keys for b in self._members.get(key, ())]
         written = {members[i] for i in _watch_of(members).written()}
@@ -341,9 +341,9 @@ class WeightGroups:
             if other.user is not None or other.number in self._routed:
                 continue
             start = address_of(other.tensor)
-            invalidate = start + span(other.tensor)
+            end = start + span(other.tensor)
             for first, last, binding in spans:
-                if start < last and first < invalidate and other.key != binding.key:
+                if start < last and first < end and other.key != binding.key:
                     joined = sets[binding.key]
                     joined += [k for k in sets.get(other.key, [other.key]) if k not in joined]
                     sets.update(dict.fromkeys(joined, joined))
@@ -397,7 +397,7 @@ class WeightGroups:
     ) -> None:
         """Replace a group by one with these values, which are popped from the dict.
 
-        If only some of its tensors are changing, these get a separate group.
+        If only some of its tensors are changing, these move to a separate group.
         """
         changing = [b for b in members if b.policy is BindingPolicy.WRITE_BACK]
         steady = [b for b in members if b.policy is not BindingPolicy.WRITE_BACK]

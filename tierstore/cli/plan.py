@@ -91,7 +91,7 @@ def plan(  # noqa: PLR0913 - each is an option of the command
     CHECKPOINT is a safetensors file, a directory with one file or with several and an index, the
     directory of a diffusers pipeline, the URL of one of these, or the id of a model in the Hugging
     Face hub, downloaded or not. Reads only file headers. Without --ram, tries a range of budgets,
-    from the largest module to the whole model.
+    from three of its largest groups to the whole model.
 
     Simulates the store's planner. A step is one run of the model; a pipeline with guidance may run
     it twice per denoising step. A budget is enough if a step takes at most 5 % longer than with all

@@ -2,7 +2,7 @@
 
 A checkpoint is a `.safetensors` file; a directory with one or several of them, or with an
 `*.index.json` that maps tensors to shards; or such an index, under any name. No tensor is read or
-copied: the result is the location of each tensor in the files. A checkpoint may also lie in an
+copied: the result is the location of each tensor in the files. A checkpoint may also be in an
 object store, given by its URL: see `tierstore.engine.remote_checkpoints`.
 """
 

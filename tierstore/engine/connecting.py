@@ -1,4 +1,4 @@
-"""Create the engine of a worker, whose registered weights are held by a service."""
+"""Create the engine of a worker, whose registered weights a service holds."""
 
 from __future__ import annotations
 

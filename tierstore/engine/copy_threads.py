@@ -17,9 +17,9 @@ MAX_THREADS = 4
 
 
 class CopyThreads:
-    """A thread pool apart from the event loop's default pool.
+    """A thread pool separate from the event loop's default pool.
 
-    All threads of that pool may be waiting for a lease that a job here releases.
+    All threads of the default pool may be waiting for a lease that a job here releases.
     """
 
     def __init__(

@@ -84,7 +84,7 @@ class Core:
     """State shared by the parts of the engine. Methods need the lock, unless they say otherwise.
 
     `current` is the group that readers see, by key. `unpublished` are the groups that are being
-    put, with the caller that fills the memory granted to it, or None.
+    put, each with the caller that fills its memory, or None until memory is granted.
     `leases` are the open leases, and `revocable` those that their holders do not use at the moment.
     `deferred` are actions of finalizers, which may run inside any transaction. The next transaction
     runs them; each can be repeated if that one is interrupted.
@@ -181,7 +181,10 @@ class Core:
         return next(self._numbers)
 
     def lookup(self, key: str) -> GroupId:
-        """Return the group that readers see. Raises UnknownKeyError, or why its file is damaged."""
+        """Return the group that readers see.
+
+        Raises UnknownKeyError, or the recorded error if the file of the key is damaged.
+        """
         group = self.current.get(key)
         if group is None:
             damage = None
@@ -207,7 +210,7 @@ class Core:
             followed.leave(reason)
 
     def check_still_entering(self, request: Request) -> None:
-        """Raise LoopLeftError if the request belongs to entering a plan that was left meanwhile."""
+        """Raise LoopLeftError if a request was made to enter a plan that has since been left."""
         followed = self.followed
         if followed is not None and request.owner is followed and followed.left is not None:
             raise LoopLeftError
@@ -280,7 +283,7 @@ class Core:
     def deliver(self, instructions: list[Instruction]) -> None:
         """Pass instructions to the mover, in order, and wake the waiters that may proceed.
 
-        Copies that finish at once cause further instructions: repeats until there are none.
+        Copies that finish immediately cause more instructions: repeats until there are none.
         """
         idle = self.idle_memory
         while instructions:
@@ -391,7 +394,7 @@ class Core:
 
         Uses the copies of the mover, the current groups, and the open leases.
 
-        The learned order of use and all hints are lost. Waiting requests are made again.
+        The learned order of use and all hints are lost. Waiting requests are resubmitted.
         """
         if self.is_stopped():
             return
@@ -459,7 +462,7 @@ def end_fill(core: Core, group: GroupId) -> None:
 
 
 def _is_idle(core: Core, interrupted: Collection[Request]) -> bool:
-    """Return True if no copy is in flight, except memory that callers fill or are about to."""
+    """Return True if nothing is in flight but memory that callers fill or are about to fill."""
     planner = core.planner
     filling = sum(owner is not None for owner in core.unpublished.values())
     for request in interrupted:
@@ -470,8 +473,8 @@ def _is_idle(core: Core, interrupted: Collection[Request]) -> bool:
 def check_not_waiting_for_itself(core: Core, request: Request) -> None:
     """Raise LeaseError if a caller would wait for its own lease.
 
-    That is a save or lease of a group that the caller has leased for a change, or a lease for a
-    change of a group that it has leased to read.
+    This happens if it saves or leases a group that it has leased for writing, or leases a group for
+    writing that it has leased for reading.
     """
     if request.group not in core.queue.held_by(request.owner):
         return
@@ -550,7 +553,7 @@ class TransferReports:
         core = self._core()
         if core is None:
             return
-        if is_owner(core.lock):  # removed before the transaction that asked for it ended
+        if is_owner(core.lock):  # removed before the transaction that requested it ended
             core.queue.notify_change()
         else:
             core.reports.removed()

@@ -1,4 +1,4 @@
-"""A cache of derived weights: written once, and found again.
+"""A cache of derived weights, which are written once and reused.
 
 Weights that were cast, quantised or concatenated, and weights that exist only in memory, are
 written to object files named by their content. A derivation from a checkpoint is identified by its
@@ -6,8 +6,8 @@ source bytes (file and extent). As long as the files are unchanged, its result i
 reading the checkpoint or computing anything.
 
 A store keeps these files in its directory. A worker uploads them to its service, which keeps them
-for all workers. The worker that needs them first has the library that computes them, and the
-values; the service needs neither.
+for all workers. The first worker that needs them has the values and the library that computes
+them; the service needs neither.
 """
 
 from __future__ import annotations

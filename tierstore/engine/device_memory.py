@@ -21,8 +21,8 @@ logger = logging.getLogger("tierstore.engine")
 class DeviceMemory:
     """The store's memory on the device. For adapters.
 
-    All methods except `adjust_outside_bytes` need an accelerator. `retries` counts forwards that
-    ran again after the device was out of memory.
+    `spare_bytes` and `free_idle` need an accelerator. `retries` counts forwards that were retried
+    after the device ran out of memory.
     """
 
     def __init__(self, core: Core, lease_table: LeaseTable) -> None:

@@ -21,9 +21,9 @@ VARIABLE = "TIERSTORE_DIR"
 
 
 def chosen_directory(disk_dir: str | os.PathLike[str] | None) -> str:
-    """Return the directory that was passed, that `TIERSTORE_DIR` names, or one in the user's cache.
+    """Return `disk_dir`, or the value of `TIERSTORE_DIR`, or a directory in the user's cache.
 
-    The default is a subdirectory of the tierstore cache: files of the command line lie beside it.
+    The default is a subdirectory of tierstore's cache, which also holds files of the command line.
     See `resolved_directory` for the form of the path, and for errors.
     """
     if disk_dir is not None:

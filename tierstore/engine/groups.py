@@ -1,4 +1,4 @@
-"""Registration, hints and the end of groups."""
+"""Register groups, pass on hints, and discard groups."""
 
 from __future__ import annotations
 
@@ -139,9 +139,9 @@ class Groups:
         """See `TierStore.register`.
 
         `space`, the address map of the process, saves time if many groups are registered in a row.
-        `casts` gives the dtype of each tensor that the group holds in another dtype. The result of
-        a cast is found again, without reading or writing, as long as its source files are
-        unchanged.
+        `casts` gives the dtype of each tensor that the group holds in another dtype. As long as its
+        source files are unchanged, the result of a cast is reused without reading or writing
+        weights.
         """
         core = self.core
         check_callers_key(key)
@@ -293,7 +293,7 @@ class Groups:
 
     def discard(self, key: str) -> None:
         """See `TierStore.discard`."""
-        if inside():  # a finalizer called inside a transaction: the next one discards it
+        if inside():  # called by a finalizer inside a transaction: the next one discards it
             group = self.core.lookup(key)
             self.core.deferred.append(partial(self._discard_if_current, key, group))
             return
@@ -326,8 +326,8 @@ class Groups:
     def discard_from_finalizer(self, keys: Iterable[str]) -> None:
         """Discard registered groups, and free their memory, once a model is gone.
 
-        At once if the lock is free, or else at the next transaction. For finalizers, which may run
-        inside a transaction.
+        Does so now if the lock is free, or else at the next transaction. For finalizers, which may
+        run inside a transaction.
         """
         self.discard_at_next_transaction(keys)
         self.core.run_deferred_if_free()

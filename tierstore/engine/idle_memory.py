@@ -21,7 +21,7 @@ class IdleMemory:
         self.wanted = True
 
     def free(self) -> None:
-        """Free all memory without a group, and memory that is evicted before more is needed."""
+        """Free memory without a group, now and after each eviction, until a group needs memory."""
         self.wanted = False
         for tier in self._tiers:
             tier.free_idle()
@@ -33,5 +33,5 @@ class IdleMemory:
                 tier.collect_detached()
 
     def note(self, instructions: Iterable[Instruction]) -> None:
-        """Keep memory for reuse again if these instructions need any."""
+        """Resume keeping memory for reuse if these instructions need any."""
         self.wanted = any(isinstance(each, Copy | Reserve) for each in instructions)

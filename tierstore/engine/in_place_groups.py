@@ -72,7 +72,7 @@ class ObjectFile:
 
 @dataclass(frozen=True)
 class TensorsToWrite:
-    """Tensors that no file holds in the required form, so that they have to be written.
+    """Tensors that no file holds in the required form, so they must be written.
 
     `casts` gives the required dtype of tensors that are cast. `derivation` identifies the source
     bytes of all tensors and their casts, or is None if a tensor is not mapped from a file.
@@ -157,7 +157,7 @@ def describe_in_place(
         if found[name] is None or name in casts
     }
     if rest and len(rest) < len(tensors):
-        # Tensors that this store has written stay together, so that their object file is found.
+        # Keep tensors that this store has written together, so that their object file is reused.
         rest |= {
             name: tensors[name].detach()
             for name, file in found.items()

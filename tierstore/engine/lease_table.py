@@ -28,7 +28,7 @@ class LeaseTable:
 
     @transaction
     def detach_owner(self, record: LeaseRecord) -> None:
-        """Give a lease an owner that never waits, so that the caller may wait meanwhile."""
+        """Give a lease an owner that never waits, so that the caller can wait while it is held."""
         self.change_owner(record, object())
 
     def change_owner(self, record: LeaseRecord, holder: object) -> None:
@@ -50,7 +50,7 @@ class LeaseTable:
             return  # the lease belongs to the parent
         core.check_not_capturing()
         record.stream = core.current_stream()
-        if inside():  # a finalizer called inside a transaction: the next one ends the lease
+        if inside():  # called by a finalizer inside a transaction: the next one ends the lease
             self.release_later(record)
             return
         removal = self._end_now(record)
@@ -137,7 +137,8 @@ class LeaseTable:
     def make_revocable(self, record: LeaseRecord) -> bool:
         """Let the store revoke a lease when it needs the memory.
 
-        Returns False if a caller waits already, or if it is not a READ lease on the fastest tier.
+        Returns False if a caller is already waiting, or if this is not a READ lease on the fastest
+        tier.
         """
         core = self.core
         if core.is_stopped() or record not in core.leases or core.queue.has_waiters():

@@ -81,14 +81,14 @@ class Leases:
         """Acquire a lease that is not released while others wait for its memory."""
         self._copy_shared_for_update(key, access)
         request = self._request(key, access)
-        request.owner = None  # other waiters do not count on its release
+        request.owner = None  # so that deadlock detection does not expect its release
         return self._requests.wait(request, self._attempt)
 
     def acquire_for_plan(self, owner: object, key: str) -> Lease:
         """Lease a group to read, for `owner`, which enters the plan of a loop.
 
         Does not count as a use in the learned order of this thread. Raises LoopLeftError if the
-        plan was left meanwhile.
+        plan has been left.
         """
 
         def attempt(request: Request) -> Lease | None:
@@ -125,8 +125,8 @@ class Leases:
     ) -> Lease:
         """Lease a group to read for a worker. Wait until it is resident.
 
-        Calls `on_memory_shortage`, possibly many times, while the group can only come after other
-        leases are released.
+        Calls `on_memory_shortage`, possibly many times, while the group must wait for other leases
+        to be released.
         """
 
         def attempt(request: Request) -> Lease | None:
@@ -177,10 +177,10 @@ class Leases:
         return None
 
     def _demand(self, request: Request, group: GroupId) -> None:
-        """Demand a group that cannot be leased at once from the planner."""
+        """Demand from the planner a group that cannot be leased yet."""
         core = self.core
         if isinstance(core.planner.error_of(group), ServiceLostError):
-            # The error of a prefetch: the service may be back by now.
+            # Clear the error of an earlier prefetch: the service may be back.
             core.instructions_for(events.ErrorReported(group), free_disk=False)
         state = core.planner.state_of(group)
         instructions = core.instructions_for(events.Demanded(group, request.stream))
@@ -200,7 +200,7 @@ class Leases:
         instructions = core.instructions_for(leased)
         noted = request.noted
         record = LeaseRecord(group, request.owner, noted.met, noted.since, access=request.access)
-        core.deliver(instructions)  # first: a group leased for a change loses its other copies
+        core.deliver(instructions)  # first: a group leased for writing loses its other copies
         request.record = record
         self._lease_table.add(record)
         request.group = NO_GROUP
@@ -225,6 +225,6 @@ def check_not_permanently_leased(core: Core, request: Request) -> None:
     """Raise LeaseError if the group has a permanent lease in host memory."""
     if core.planner.leased_permanently(request.group):
         raise LeaseError(
-            f"group {request.key!r} is leased by a training run until that ends: acquire it with "
-            "Access.READ, or wait for the end"
+            f"group {request.key!r} is leased until the end of a training run: acquire it with "
+            "Access.READ, or wait until the run ends"
         )

@@ -88,8 +88,8 @@ class RingViews:
         left = [views.end() for views in self.views.values()]
         self.views.clear()
         self.token = None
-        looked_at = [each for each in left if each is not None and each.token() is not None]
-        return LiveViews(looked_at[0].token, {}) if looked_at else None
+        viewed = [each for each in left if each is not None and each.token() is not None]
+        return LiveViews(viewed[0].token, {}) if viewed else None
 
 
 class LoopRing:
@@ -139,8 +139,8 @@ class LoopMemory:
     """The leases and rings of one loop, with one ring for each memory tier, the fastest first.
 
     `entries` are the groups by number, `views` the tensors by step, and `used` the groups (with
-    their bytes) of the unit of each step. `copies` has, for each copy to the device, the slot of
-    the source, and the target and source memory of each part.
+    their bytes) of the unit of each step. For each copy to the device, `copies` has the source
+    slot, and the target and source memory of each part.
     """
 
     def __init__(self, core: Core, lease_table: LeaseTable, keyed: KeyedPlan) -> None:
@@ -160,7 +160,7 @@ class LoopMemory:
     def find_groups(self) -> bool:
         """Look up the groups of the plan. Return False if the plan does not fit them.
 
-        That is if one is gone, has another size, or was planned to move in tiles but cannot.
+        It does not fit if a group is gone, has another size, or cannot move in tiles as planned.
         """
         core, keyed = self.core, self.keyed
         core.check_open()
@@ -173,7 +173,7 @@ class LoopMemory:
 
     @transaction
     def others_have_leases(self) -> bool:
-        """Return True if there are leases that the plan does not count on: they may never end.
+        """Return True if there are leases that the plan does not include, which may never end.
 
         Leases of units that enclose the first step are of groups that stay resident.
         """
@@ -187,10 +187,10 @@ class LoopMemory:
         )
 
     def enter(self, source: LeaseSource, owner: object) -> bool:
-        """Load all groups to where the plan has them before its first step. Blocks until done.
+        """Load all groups to their places before the first step of the plan. Blocks until done.
 
-        Leases the groups that stay for `owner`. Returns False if there is not enough memory; the
-        caller must call `free` then, too. Raises the errors of leasing and reading the groups.
+        `owner` leases the groups that stay resident. Returns False if there is not enough memory;
+        the caller must call `free` in that case too. Raises the errors of leasing and reading.
         """
         for ring in self.rings:  # the fastest first: its groups pass through the slower ones
             if not self._reserve(ring):
@@ -343,7 +343,7 @@ class LoopMemory:
                     slot.streams |= streams
 
     def forget_views(self) -> None:
-        """Drop all views, so that only views of other code remain on memory that is freed."""
+        """Drop all views, so that only other code still holds views of memory that is freed."""
         self.views.clear()
         self.copies.clear()
 

@@ -1,4 +1,4 @@
-"""Follows the plan of a loop: at each step, makes exactly the copies that the plan lists.
+"""Follow the plan of a loop: at each step, make exactly the copies that the plan lists.
 
 A plan (`tierstore.plan.loop_plan`) gives, for every step of a loop, the addresses of its groups on
 the fastest tier, and the copies that may begin once the step has ended. While a plan is followed,
@@ -13,7 +13,7 @@ sees only this:
 Some calls leave the plan first (`leave`): a request for a group that is not resident, a put, a
 change or discard of a group of the loop, or other work on the loop's thread. Then no further copy
 begins. The leases end, and the memory is freed once its last copy and the step that uses it have
-ended. The planner takes over; its records were correct all the time.
+ended. The planner takes over; its records have stayed correct.
 
 For steps, see `tierstore.engine.loops`.
 """
@@ -47,7 +47,7 @@ from tierstore.tiers.mover import without_frames
 from tierstore.tiers.workers import EARLY
 
 READS = 4
-"""Most tiles that are read at the same time."""
+"""Maximum number of tiles that are read at the same time."""
 
 DIFFERENT_STEP = "a different step began"
 VIEW_OUTLIVES_STEP = "a view of a weight outlives its step"
@@ -61,7 +61,7 @@ class _Begun(Enum):
 
 
 class StepLease:
-    """A lease of a unit's tensors, for one step of a followed plan. Only `release` ends it."""
+    """A lease of a unit's tensors, for one step of a followed plan. It is never revoked."""
 
     __slots__ = ("_runner", "_steps", "key", "released", "tensors")
 
@@ -140,7 +140,7 @@ class LoopRunner:
     # Entering ----------------------------------------------------------------------------------
 
     def enter(self, source: LeaseSource) -> bool:
-        """Load all groups to where the plan needs them before its first step. Blocks until done.
+        """Load all groups to their places before the first step of the plan. Blocks until done.
 
         Returns False if there is not enough memory, or if another caller needs it: then nothing has
         changed. Raises the errors of `TierStore.acquire`; then all leases have ended.
@@ -312,8 +312,7 @@ class LoopRunner:
     def _may_read(self) -> bool:
         """Return True if one more read may begin.
 
-        Two large reads at once would share the disk, and the one needed first would end as late as
-        the other.
+        Two large concurrent reads would share the disk, and delay the one that is needed first.
         """
         return self._reading < READS and self._bytes_reading <= READ_BLOCK
 
@@ -378,7 +377,7 @@ class LoopRunner:
         self._arrived.set()
 
     def _read_into(self, ring: LoopRing, copy: TileCopy) -> float:
-        """Read a tile once its memory is free. Return the time when the read began."""
+        """Read a tile once its memory is free. Return the time at which the read began."""
         if self._device is not None:
             mark = self._copy_marks[copy.after]
             if mark is not None:  # the device may still read the old contents
@@ -419,17 +418,17 @@ class LoopRunner:
 
     def _claim_finish(self) -> bool:
         """Return True, only once, if the plan was left and no step, read or copy is in progress."""
-        on_finished = self.left is not None and not (
+        is_last = self.left is not None and not (
             self._in_step or self._reading or self._memory_freed
         )
-        self._memory_freed = self._memory_freed or on_finished
-        return on_finished
+        self._memory_freed = self._memory_freed or is_last
+        return is_last
 
     def _yield_memory(self) -> None:
         """Release all leases that the running step does not use. Part of a transaction.
 
-        If the step runs on this thread, this caller becomes the owner of the other leases, so that
-        a wait for their memory fails as a wait for itself.
+        If the step runs on this thread, this caller becomes the owner of the remaining leases, so
+        that waiting for their memory is detected as a deadlock.
         """
         memory, core = self.memory, self.core
         self._note_device_work()

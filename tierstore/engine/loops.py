@@ -1,4 +1,4 @@
-"""Detects that a thread repeats its steps, plans the loop, and follows the plan.
+"""Detect that a thread repeats its steps, plan the loop, and follow the plan.
 
 A *step* is the set of groups that a unit leases: the keys of its groups, and those of the units
 that contain it. Each unit reports its beginning and end. While a plan is followed, the planner
@@ -45,7 +45,7 @@ MAX_THREADS = 256
 MAX_STEPS = 8192
 """Maximum number of distinct steps tracked per thread. Above it, all are dropped."""
 LEAVES_BEFORE_REST = 3
-"""Times in a row that a plan may be left within a pass before it rests.
+"""Number of consecutive times that a plan may be left within a pass before it rests.
 
 A loop whose plan was left so often because views of weights were kept is not planned again."""
 MAX_TIME_RATIO = 0.97
@@ -59,7 +59,7 @@ MAX_REST_DOUBLINGS = 4
 
 @dataclass
 class PlannedLoop:
-    """A loop and its plan, which numbers its `groups`. `plan` is None if there is no plan."""
+    """A loop and its plan, which numbers its `groups`. `plan` is None if none was found."""
 
     length: int
     steps: tuple[StepKeys, ...]
@@ -71,7 +71,7 @@ class PlannedLoop:
     ready: bool = False
     groups: tuple[str, ...] = ()
     plan: LoopPlan | None = None
-    early: int = 0  # times in a row that it was left within a pass
+    early: int = 0  # consecutive times that it was left within a pass
     rest: int = 0  # passes until it may be entered again
     left_after: int = -1  # steps after which it was last left
     timed: bool = False  # measured while it was followed
@@ -115,7 +115,7 @@ class ThreadSteps:
         """Record that a step begins, and that the previous one has ended."""
         if (
             len(self.own) > MAX_STEPS
-        ):  # steps of discarded models, or of one that is edited all the time
+        ):  # steps of discarded models, or of a model that is edited often
             self.__init__(self.open)  # type: ignore[misc]
         if self.latest is not None:
             self.recorder.note(self.latest)
@@ -140,7 +140,7 @@ class ThreadSteps:
         self._distance = self._same = 0
 
     def note_chosen(self) -> None:
-        """Record a use that depends on data (routing), which makes the steps no loop.
+        """Record a use that depends on data (routing), so that the steps are not taken for a loop.
 
         A plan would take the memory in which often-routed groups stay.
         """
@@ -354,7 +354,7 @@ class Loops:
     def _sizes(self, keys: set[str]) -> dict[str, int] | None:
         """Return the bytes of these groups by key, or None if one cannot be part of a plan.
 
-        That is a group that has to pass through a ring, but cannot.
+        Such a group must pass through a ring, but cannot.
         """
         core = self.core
         found, unsaved = {}, False
@@ -422,8 +422,8 @@ class Loops:
     def _request_replan(self, planned: PlannedLoop, runner: LoopRunner) -> None:
         """Plan a loop again, with times measured while its plan was followed.
 
-        The first times were measured while the planner decided at each use, and the device may have
-        waited for it.
+        The first measurements were made while the planner decided at each use, so the device may
+        have waited for it.
         """
         if self.refines and not planned.timed:
             planned.timed = True

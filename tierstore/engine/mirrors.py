@@ -2,7 +2,7 @@
 
 The objects under a URL are downloaded to `mirrors/` in the store's directory, under the same names.
 From then on they are a checkpoint on disk: read in place, and counted in no budget. The next start
-lists the object store, with one request, and downloads the objects that have changed.
+lists the object store once, and downloads the objects that have changed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OTHER_FORMATS = (
     *(".bin", ".ckpt", ".pkl", ".pt", ".pth", ".h5", ".msgpack", ".ot"),
     *(".onnx", ".onnx_data", ".pb", ".tflite", ".xml", ".gguf"),
 )
-"""Weights in other formats, and pickles, which are not read."""
+"""Weights in other formats, and pickles, which are not downloaded."""
 
 logger = logging.getLogger("tierstore.engine")
 
@@ -56,10 +56,11 @@ def mirror(url: str, directory: str, *, subfolder: str = "", variant: str | None
 
     `directory` is the store's. Only safetensors weights are downloaded: those of a `variant`
     ("fp16") in folders that have it, or else those without a variant. With `subfolder`, only
-    objects in there are.
+    objects in that folder are downloaded.
 
     Raises TransferError if objects cannot be listed or read, StaleCheckpointError if an object is
-    replaced meanwhile, DiskFullError. Files downloaded before stay complete.
+    replaced or removed during the download, and DiskFullError. Files that were downloaded before
+    the error are complete.
     """
     named = hashlib.sha256(json.dumps([url.rstrip("/"), subfolder, variant]).encode()).hexdigest()
     place = os.path.join(directory, MIRRORS, named[:32])

@@ -102,7 +102,7 @@ class MutableGroups:
     def put(
         self, key: str, tensors: Mapping[str, torch.Tensor], *, in_place: bool
     ) -> dict[str, torch.Tensor]:
-        """Put tensors that others keep changing, as a group that is never durable.
+        """Put tensors that other code keeps changing, as a group that is not durable.
 
         Returns the host views of the tensors. Those are the same tensors if they are `in_place`,
         that is, host views from an earlier call. Otherwise they are copies in an unlinked file,
@@ -130,9 +130,9 @@ class MutableGroups:
     def lease_in_host(self, key: str, purpose: HostAccess, owner: object = None) -> Lease:
         """Lease a group in host memory. Blocks until it is resident there.
 
-        The owner is this caller, or `owner`. The group may be acquired meanwhile, to read it on the
-        device, by a caller that knows that it does not change then. With `HostAccess.PERMANENT`,
-        callers that wait for its memory fail at once instead of waiting. Raises the errors of
+        The owner is this caller, or `owner`. During the lease, a caller that knows that the group
+        does not change may acquire it to read it on the device. With `HostAccess.PERMANENT`,
+        callers that need its memory fail immediately instead of waiting. Raises the errors of
         `TierStore.acquire`.
         """
         core = self.core
@@ -180,7 +180,7 @@ class MutableGroups:
         record = LeaseRecord(
             group, owner, "held", request.noted.since, access=request.access, host_access=purpose
         )
-        core.deliver(instructions)  # first: a group leased for a change loses its other copies
+        core.deliver(instructions)  # first: a group leased for writing loses its other copies
         request.record = record
         if owner is None:
             core.permanent_host_bytes += core.mover.entry(group).spec.nbytes
@@ -193,10 +193,10 @@ class MutableGroups:
     ) -> torch.Event | None:
         """Copy or add `source` to `target`.
 
-        `target` is a tensor of a group that the caller has leased for a change, or of its view on
-        disk. A copy from the store's device is asynchronous, and returns an event. Until the event
-        has passed, `source` must not be changed or freed, nor `target` read. Returns None if the
-        copy is complete.
+        `target` is a tensor of a group that the caller has leased for writing, or of its view on
+        disk. A copy from the store's device is asynchronous: it returns an event, and until the
+        event completes, `source` must not be changed or freed, nor `target` read. Otherwise returns
+        None.
         """
         return self.core.tiers.host.fill_part(self._entry(key), target, source, add=add)
 
@@ -216,7 +216,8 @@ class MutableGroups:
     def move_to_disk(self, keys: Iterable[str]) -> None:
         """Move groups to disk, and free their memory as soon as it is not leased.
 
-        Blocks until they are on disk. Raises the error of a failed save: that group stays in place.
+        Blocks until they are on disk. If a save fails, raises its error, and keeps that group in
+        memory.
         """
         groups = self._save_all(list(keys))
         for key, group in groups:

@@ -45,7 +45,7 @@ def is_generated_key(key: str) -> bool:
 
 
 class ObjectReferences:
-    """The references to the object files of a store. Its methods need the lock.
+    """The references to the object files of a store. Methods are transactions or parts of one.
 
     `_unreferenced` are keys of files that may be removed for space, least recently used first.
     `_derived` are keys of weights that a restart finds by their derivation.

@@ -101,7 +101,7 @@ class Puts:
             raise
 
     def _fill(self, entry: GroupEntry, data: Mapping[str, torch.Tensor]) -> None:
-        """Copy the tensors. Waits for no other caller."""
+        """Copy the tensors. Does not wait for other callers."""
         self.core.tiers.host.fill(entry, data)
 
     def _claim(
@@ -154,7 +154,7 @@ class Puts:
         """Publish a filled group to readers."""
         removal = self._make_visible(request, durable)
         if removal is not None:
-            # If the removal fails, the put is valid all the same, and `flush` raises.
+            # If the removal fails, the put is still valid, and `flush` raises.
             with suppress(TransferError):
                 self.core.wait_for_removal(removal)
 

@@ -1,7 +1,7 @@
 """Read the headers of checkpoints in an object store, with range requests.
 
-An object store may not list a directory (`https://` cannot). Then the usual names of checkpoint
-files are tried.
+Some object stores cannot list a directory (`https://`). There, the usual names of checkpoint files
+are tried.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _objects_of(url: str, shards: Callable[[bytes, str], list[str]]) -> Iterator
 def _named(
     directory: RemoteDirectory, names: Iterable[str], shards: Callable[[bytes, str], list[str]]
 ) -> Iterator[RemoteObject]:
-    """Yield the objects with these names; of an index, the objects that it lists."""
+    """Yield the objects with these names; for an index, yield the objects that it lists."""
     for name in names:
         found = _find(directory, name)
         if not name.endswith(".json"):

@@ -87,7 +87,7 @@ class RemoteGroups:
     def _add_tier(self, tier: RemoteTier) -> None:
         """Add the tier and its cached groups to the planner, as far as the disk budget allows.
 
-        Which of them will be needed is not known yet, so the rest is dropped.
+        The others are dropped, because it is not known yet which groups will be needed.
         """
         core = self.core
         core.settings.tiers.budgets[REMOTE] = 0
@@ -170,7 +170,7 @@ def fetch_tensors(
 
 
 def run_jobs(pool: ThreadPoolExecutor, jobs: Iterable[Job]) -> None:
-    """Run jobs in a thread pool. Raises an error of one of them once none is running."""
+    """Run jobs in a thread pool. If any fails, raises one of the errors once no job is running."""
     running = [pool.submit(job) for job in jobs]
     try:
         for each in running:

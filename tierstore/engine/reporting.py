@@ -18,7 +18,10 @@ from tierstore.observe.trace_writer import Notes
 
 
 class Reporting:
-    """Reports about a store. No method waits; all but `overview` first run deferred actions."""
+    """Reports about a store. No method waits.
+
+    `keys`, `stats`, `notes` and `snapshot` first run deferred actions.
+    """
 
     def __init__(self, core: Core, passes: Passes) -> None:
         self.core = core

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class RequestLoop:
-    """Tries requests until they succeed; a request that fails leaves nothing behind."""
+    """Tries requests until they succeed. A request that fails is withdrawn completely."""
 
     def __init__(self, core: Core, lease_table: LeaseTable) -> None:
         self.core = core

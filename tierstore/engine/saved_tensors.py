@@ -39,7 +39,7 @@ class LeaseHolder(Protocol):
 
 
 class SavedTensors:
-    """Activations saved for the backward pass. Only `save` may block."""
+    """Activations saved for the backward pass. `save` and `release_idle_leases` may block."""
 
     def __init__(self, core: Core, puts: Puts, groups: Groups) -> None:
         self.core = core
@@ -84,7 +84,7 @@ class SavedTensors:
         return (core.planner.budgets[top] or 1 << 62) - permanent - core.largest
 
     def save(self, memory: torch.Tensor) -> tuple[int, Any]:
-        """Copy `memory` (1-d, uint8) into the store, asynchronously to the device.
+        """Copy `memory` (1-d, uint8) into the store. A copy from the device is asynchronous.
 
         Returns the number of the saved tensor, and a device event. Until the event has passed,
         `memory` must not be changed or freed. The event is None if the copy is complete. Raises the

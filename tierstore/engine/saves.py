@@ -53,7 +53,7 @@ class Saves:
         _raise_first(errors)
 
     def flush_key(self, key: str, timeout: float | None = None) -> None:
-        """Wait until the disk has no older state of a key than the store has now."""
+        """Wait until the disk has the current state of a key, or a newer one."""
         group = self._request_save(key)
         attempt = self._removed if group is NO_GROUP else self._saved
         self._requests.wait(_save_request(key, group), attempt, timeout)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:  # needs an optional package
 
 
 class ServiceAllowance:
-    """Handles notifications of the service, on the thread that reads the connection."""
+    """Handles notifications from the service, on the thread that reads the connection."""
 
     def __init__(self, core: Core, lease_table: LeaseTable, link: ServiceLink) -> None:
         self.core = core
@@ -44,7 +44,7 @@ class ServiceAllowance:
 
     @transaction
     def reclaimed(self) -> None:
-        """Release all leases that are not in use: another worker waits for memory."""
+        """Release all leases that are not in use, because another worker is waiting for memory."""
         core = self.core
         if core.is_stopped():
             return

@@ -78,7 +78,7 @@ def _device_count(kind: str) -> int:
 
 
 def _advice() -> str:
-    """Return which devices there are, and what to pass."""
+    """Return advice for an error message: the available devices, and the argument to pass."""
     found = torch.accelerator.current_accelerator(check_available=True)
     if found is None:
         if torch.version.cuda or torch.version.hip:

@@ -33,7 +33,7 @@ class Transactional(Protocol):
         """Rebuild the state after an interrupted transaction."""
 
     def check_process(self) -> None:
-        """Raise ClosedError in a forked process: its copy of the lock may never be released."""
+        """Raise ClosedError in a forked process, whose copy of the lock may never be released."""
 
 
 class Part(Protocol):

@@ -28,10 +28,10 @@ from tierstore.model.tiers import Access, HostAccess
 from tierstore.observe.journal import AcquireNote, LeaseUse
 
 POLL_SECONDS = 1.0
-"""Seconds between polls for changes that wake no waiter: leases dropped without release."""
+"""Seconds between polls for leases dropped without release, which wake no waiter."""
 
 MAX_ENTRY_SECONDS = 10.0
-"""Longest wait for one group while entering the plan of a loop. Then entering is abandoned."""
+"""Longest wait for one group while a plan is entered, after which the plan is abandoned."""
 
 
 def caller() -> object:
@@ -144,10 +144,10 @@ class WaitQueue:
     """Waiting requests and open leases. All methods are parts of transactions.
 
     `ready` returns whether another attempt of a request may succeed. `idle` returns whether no copy
-    is in flight, apart from memory that callers fill; it takes the requests that are interrupted by
-    newer ones of the same caller, and fill their memory later. `fail_blocked` raises for a blocked
+    is in flight except memory that callers fill. Its argument lists the interrupted requests: their
+    callers wait for newer ones first, and fill memory later. `fail_blocked` raises for a blocked
     request, given the groups that are leased or being put, unless garbage collection releases some.
-    Only owners of leases fail: other waiters cause no deadlock.
+    Only lease owners fail: other waiters cannot cause a deadlock.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class WaitQueue:
         self._wake_blocked(self._blocked_requests())
 
     def add_lease(self, owner: object, version: GroupId) -> None:
-        """Add a lease to the counts. One without an `owner` is permanent, and not counted."""
+        """Count a lease. A lease without an `owner` is permanent, and is not counted."""
         if owner is None:
             return
         held = self._held.setdefault(owner, {})
@@ -260,7 +260,7 @@ class WaitQueue:
         return [request for owner, request in waiting.items() if owner in holders]
 
     def _interrupted(self) -> list[Request]:
-        """Return the requests whose caller waits for a newer request first."""
+        """Return the requests that newer requests of the same callers have interrupted."""
         newest: dict[object, Request] = {}
         older = []
         for request in self.requests():

@@ -274,7 +274,7 @@ def _failures(name: str) -> Iterator[None]:
         ) from error
     except errors.SafetensorsParsingError as error:
         raise CheckpointError(f"{name} in the hub: {error}; give another CHECKPOINT") from error
-    except (OSError, errors.HTTPError) as error:  # HTTPError: of whichever HTTP client it uses
+    except (OSError, errors.HTTPError) as error:  # HTTPError: from the HTTP client in use
         why = str(error).strip().partition("\n")[0] or type(error).__name__
         raise _UnreachableError(
             f"there is no file or directory {name}, and the Hugging Face hub could not be queried "

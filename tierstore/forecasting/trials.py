@@ -62,7 +62,10 @@ class Advice:
 
 
 def ladder(models: Sequence[Model], conditions: Conditions) -> list[Budget]:
-    """Return the default budgets: from the largest module to all weights, and `auto`."""
+    """Return the default budgets: round sizes up to all weights, and `auto`.
+
+    Where possible, the smallest holds `COMFORTABLE` of the largest group.
+    """
     least = COMFORTABLE * partition(models, PAGE, conditions).largest.nbytes
     most = bytes_for_all(models, conditions)
     usable = [nbytes for nbytes in _ROUND if nbytes >= max(least, PAGE)] or [least]

@@ -41,7 +41,10 @@ class Checker:
         self.read = 0
 
     def check(self, group: Group) -> list[Group]:
-        """Return the group once for each problem; an empty list if it is intact or was removed."""
+        """Return the group once for each problem.
+
+        Returns an empty list if it is intact, was removed, or is replaced faster than it is read.
+        """
         for _ in range(_ATTEMPTS):
             if group.stored is None or group.key is None:
                 return [group]

@@ -162,7 +162,7 @@ class Contents:
             self.exposed.append(item)
 
     def classify(self, item: Item, ours: re.Match[str] | None) -> None:
-        """Add an entry as temporary if it is a file with a name of ours, else as foreign."""
+        """Add an entry as temporary if it is a file with one of our names, else as foreign."""
         is_ours = ours is not None and item.kind == "file"
         (self.temporary if is_ours else self.foreign).append(item)
 
@@ -305,7 +305,7 @@ def _problem(error: TransferError, item: Item) -> Problem:
 
 
 def is_transient(error: BaseException | None) -> bool:
-    """Return whether an error was a shortage of the machine, which implies nothing of the file."""
+    """Return whether an error is a shortage on this machine, not a fault of the file."""
     return isinstance(error, OSError) and error.errno in _SHORTAGES
 
 

@@ -5,7 +5,7 @@
 A thread in a critical section may be made to call the library again, by the finalizer of a caller's
 object that the garbage collector runs there, or by a signal handler. A plain lock would deadlock on
 its own thread, and a re-entrant one would expose a half-done change. So each thread records the
-first lock that it takes, and the lock's owner tells whether the section is still active: a stale
+first lock that it takes, and the lock's owner shows whether the section is still active: a stale
 record, left by an interrupt, is harmless. A call from inside a section raises ReentrantCallError at
 once. Signal handlers are deferred meanwhile: see `signal_handlers`.
 """

@@ -107,7 +107,7 @@ class DeviceTimes:
             passed = marks[-1].event.query()
             times = [self._time_of(mark) for mark in marks] if passed else []
         except RuntimeError:
-            return True  # the device failed, which others report: it has no times any more
+            return True  # the device failed, which others report: it has no more times
         if not passed:
             queue.appendleft((callback, marks))
             return False

@@ -92,7 +92,7 @@ class EventLog(Ring[tuple[float, Event, tuple[Instruction, ...]]]):
         self._timed_by_device = timed_by_device
 
     def note(self, now: float, event: Event, instructions: Iterable[Instruction]) -> None:
-        """Append an event that was handled at `now`. Of an error, only the text is kept."""
+        """Append an event that was handled at `now`. Keeps only the text of an error."""
         if isinstance(event, events.Failed):
             # The error itself would keep its traceback's frames alive, and their tensors.
             event = replace(event, error=TransferError(str(event.error)))
@@ -144,7 +144,7 @@ def to_document(record: EventRecord) -> dict[str, Any]:
 
 
 def from_document(document: Any) -> EventRecord:
-    """Parse a document. Raises ValueError, which says what is wrong, if it is invalid."""
+    """Parse a document. Raises ValueError, which names the fault, if it is invalid."""
     found = {name: _field(document, name, kind) for name, kind in _FIELDS.items()}
     tiers, budgets = dict(TIERS), dict[Tier, int | None]()
     for row in found["tiers"]:

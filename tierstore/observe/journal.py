@@ -28,7 +28,7 @@ STALL = "stall"
 """The kind of a span in which a caller waited for a group. Every other kind is a hop."""
 
 ROUTED = "routed"
-"""Key of the bytes read for routed groups, which the totals by hop count too."""
+"""Key of the bytes read for routed groups, which the totals by hop include."""
 
 PLANNED = "planned"
 """Outcome of an acquire that enters the plan of a loop. It does not count as a use."""
@@ -170,7 +170,7 @@ class SpanTotals:
         return sorted(self._edges)[len(self._edges) // 2][0]
 
     def total_up_to(self, until: float) -> None:
-        """Settle the time until then."""
+        """Settle the time before `until`."""
         while self._edges and self._edges[0][0] <= until:
             at, step, kind = heapq.heappop(self._edges)
             self._advance(at)
@@ -273,7 +273,7 @@ class Journal:
         return under(self._lock, self._summary)
 
     def sample(self) -> Summary:
-        """Return `summary`; without the times if the lock is not free within 0.02 s."""
+        """Return `summary`; only `moved` and `stalled` if the lock is not free within 0.02 s."""
         known = if_free(self._lock, self._summary, _A_MOMENT)
         return known or Summary(dict(self._moved), {}, {}, self._stalled, 1.0)
 

@@ -197,7 +197,7 @@ class Observer:
             self._times.notify(functools.partial(_set_done, use), mark)
 
     def stats(self, summary: Summary, tiers: Occupancy, peak: Mapping[Tier, int]) -> Stats:
-        """Return all statistics. `peak` has the peak memory that existed, where it was measured."""
+        """Return all statistics. `peak` has the measured peak memory of tiers, where known."""
         reserved = None if self._times is None else reserved_bytes(self._times.device)
         return replace(
             self.sample(summary, tiers, peak),

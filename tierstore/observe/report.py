@@ -1,8 +1,8 @@
 """Displays stores, statistics and handles: as one line, text, a rich table, or HTML.
 
-A debugger, a log or a notebook may ask for these at any moment, in any thread. So nothing here
-blocks or raises: it only formats a sample that was taken before (see `Reporting.look`).
-rich is imported only when it asks for a table.
+A debugger, a log or a notebook may request these at any moment, on any thread. So nothing here
+blocks or raises: it only formats a sample taken earlier (see `Reporting.overview`).
+rich is imported only when a table is requested.
 """
 
 from __future__ import annotations

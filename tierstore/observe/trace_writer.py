@@ -299,7 +299,7 @@ def save(document: Document, path: str | os.PathLike[str]) -> None:
 
 
 def write_whole(path: str | os.PathLike[str], raw: bytes) -> None:
-    """Write a file atomically: readers see the old content or all of the new. Raises OSError.
+    """Write a file atomically: readers see the old or the complete new content. Raises OSError.
 
     A target that is not a regular file, such as a pipe, is written to directly.
     """

@@ -21,12 +21,12 @@ from tierstore.plan.schedule import Schedule
 class CopyTable:
     """The copies on the tiers of `budgets` (bytes; None for no limit), and pending instructions.
 
-    `pools` has the budget of each tier. `shared` is the separate budget of shared groups in host
-    memory; see `pool`. `used` and `peak` are bytes by tier, over both. `carved_out` has the bytes
-    of each tier that no copy may use: see `carve_out`. `in_flight` counts copies that are being
-    moved or filled. `leased` counts the leases that will be released, whose space others may wait
-    for. `promised` has the groups with space reserved on the fastest tier: none of their copies may
-    be dropped meanwhile. `instructions` are those not returned to the caller yet.
+    `pools` has the budget of each tier, and `shared` the separate budget of shared groups in host
+    memory (see `pool`). `used` and `peak` are bytes by tier, summed over both. `carved_out` has the
+    bytes of each tier that no copy may use (see `carve_out`). `in_flight` counts copies that are
+    being moved or filled. `leased` counts the leases that will be released; others may wait for
+    their space. `promised` has the groups with space reserved on the fastest tier, none of whose
+    copies may be dropped. `instructions` are the ones not yet returned to the caller.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class CopyTable:
         self.peak = dict.fromkeys(self.tiers, 0)
         self.groups: dict[GroupId, GroupRecord] = {}
         self.newest: dict[str, GroupRecord] = {}  # key -> its newest generation
-        self.numbered: dict[int, GroupRecord] = {}  # the same, by the schedule's number of the key
+        self.numbered: dict[int, GroupRecord] = {}  # the same, by the key's schedule number
         self.promised: dict[GroupRecord, None] = {}
         self.in_flight = 0
         self.leased = 0
@@ -85,7 +85,7 @@ class CopyTable:
             self._unnumber(group)
 
     def _unnumber(self, group: GroupRecord) -> None:
-        """Take the schedule's number away from a group."""
+        """Clear a group's schedule number."""
         self._prefetcher.forget(group.number)
         del self.numbered[group.number]
         group.number = -1
@@ -117,8 +117,8 @@ class CopyTable:
     def way_up(self, group: GroupRecord, top: Tier) -> list[Pool]:
         """Return the pools in which a group needs space to reach `top`, now or under pressure.
 
-        The pool of shared groups is left out if the group is in host memory or nearer already: the
-        service that sets its limit may have lowered it meanwhile.
+        Omits the pool of shared groups if the group is already in host memory or on a faster tier,
+        because the service that sets its limit may have lowered it since.
         """
         saved = [tier for tier in group.copies if tier.persistent]
         lowest = self.above[min(saved)] if saved else self.host

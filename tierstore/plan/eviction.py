@@ -20,10 +20,10 @@ from tierstore.plan.records import GroupRecord, State
 from tierstore.plan.requests import Requests
 
 SAME_SIZE_AMONG = 128
-"""Number of best victims that are searched for one of exactly the needed size.
+"""Number of best victims to search for one of exactly the needed size.
 
-Its slot can be reused as it is; where memory must be page-locked, allocating a new one takes longer
-than reading the group. A longer search evicts more copies that should have stayed.
+Its slot can be reused directly; where memory must be page-locked, allocating a new slot takes
+longer than reading the group. A longer search evicts more copies that should have stayed.
 """
 
 
@@ -40,14 +40,17 @@ class Eviction:
     _requests: Requests
     _policy: Policy
     _prefetcher: Prefetcher
-    needed_sooner: set[int] = field(default_factory=set)  # than the rival: numbers of groups
+    needed_sooner: set[int] = field(default_factory=set)  # numbers of groups used before the rival
     # Copies to drop when their save is done.
     _leaving: set[tuple[GroupRecord, Tier]] = field(default_factory=set)
 
     def reserve_space(
         self, group: GroupRecord, tier: Tier, rival: GroupRecord | None = None
     ) -> bool:
-        """Reserve space for a copy of `group` on `tier`, evicting others. Returns its success."""
+        """Reserve space for a copy of `group` on `tier`, evicting others if necessary.
+
+        Returns whether it succeeded.
+        """
         copies = self._copies
         nbytes, pool = group.cost(tier), copies.pool(group, tier)
         if not pool.has_space(nbytes) and not self._evict(pool, nbytes, rival):
@@ -138,7 +141,7 @@ class Eviction:
             tried.update(chosen)
             if pool.has_space(nbytes - self._bytes_leaving(pool)):
                 few = nbytes
-                break  # otherwise, one of them could not be saved
+                break  # else some victim could not be saved: try others
         else:
             many = many if tried else nbytes
         if rival is None and pool in blocked_sizes:
@@ -182,7 +185,7 @@ class Eviction:
     def _of_same_size(
         self, pool: Pool, nbytes: int, rival: GroupRecord | None, tried: Set[GroupRecord]
     ) -> GroupRecord | None:
-        """Return a victim of exactly `nbytes` bytes, needed about as late as the best victim."""
+        """Return a victim of exactly `nbytes` bytes that is almost as good as the best one."""
         first = None
         for group in islice(self._may_go(pool, rival, tried), SAME_SIZE_AMONG):
             first = first or group

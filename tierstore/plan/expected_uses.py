@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tierstore.plan.matching import Numbers
 
 NEAR = 1
-"""A missing group that a stream needs within this many uses is fetched in any case."""
+"""Number of next uses of a stream whose missing groups are always fetched."""
 
 Seconds = npt.NDArray[np.float64]
 

@@ -96,7 +96,7 @@ class RoutedUses:
         return found
 
     def count(self, number: int, turn: int, now: int, keys: int) -> None:
-        """Count a use after `now` ordered uses, of which the last was of the number `turn`.
+        """Count a use after `now` ordered uses, the last of which was of the number `turn`.
 
         `keys` is the number of known keys.
         """
@@ -108,7 +108,7 @@ class RoutedUses:
     def turns(self, numbers: Numbers) -> Numbers:
         """Return the ordered key after which each number was last used.
 
-        A routed key is not used again before that key is.
+        A routed key is assumed not to be used again before that key.
         """
         found: Numbers = self._turn[numbers]
         return found

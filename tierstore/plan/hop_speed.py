@@ -10,7 +10,7 @@ from tierstore.model import shares
 IN_FLIGHT = 32 << 20
 """Bytes in flight that keep a hop busy while none of its copies are ending.
 
-More would only take space earlier.
+More would only occupy space earlier.
 """
 PREFETCHED_TIMES = 2
 """Multiplier of the bytes that may be in flight for groups that the caller prefetches."""
@@ -54,7 +54,7 @@ class HopSpeed:
     def most_bytes(self, budget: int | None, *, prefetched: bool) -> float:
         """Return the bytes that several copies to a tier of `budget` may have in flight.
 
-        They may be more if the caller `prefetched` the next one.
+        The limit is higher if the caller `prefetched` the next one.
         """
         share = math.inf if budget is None else budget // shares.IN_FLIGHT
         if prefetched:

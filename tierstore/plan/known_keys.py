@@ -30,7 +30,7 @@ class Numbered(Protocol):
         """Assign this number to a new key."""
 
     def clear_number(self, number: int) -> None:
-        """Clear what is known of this number: its key was forgotten."""
+        """Clear the records of this number, whose key was forgotten."""
 
     def route_number(self, number: int) -> None:
         """Mark the key of this number as routed, that is, chosen by data."""
@@ -61,7 +61,7 @@ class KnownKeys:
         self.registrations = 0
         self.renumbered = 0
         self._spare: list[int] = []  # free for reuse
-        self._kept: set[str] = set()  # keys whose number was returned for good
+        self._kept: set[str] = set()  # keys that keep their number until forgotten
 
     def number(self, key: str) -> int:
         """Return the number of `key`, which it keeps until it is forgotten."""

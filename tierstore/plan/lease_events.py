@@ -1,4 +1,4 @@
-"""Events of leases and puts, and what is learned from each use."""
+"""Handles the events of leases and puts, and learns from each use."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class LeaseEvents:
 class HostLeaseEvents:
     """Handles the events of leases in host memory, which on the CPU is also the fastest tier.
 
-    An optimizer uses them, for example: it works on the host whatever device the model runs on.
+    For example, an optimizer uses them: it works on the host, regardless of the model's device.
     """
 
     _copies: CopyTable

@@ -55,7 +55,7 @@ class LoopFollower:
         return copy
 
     def released(self, level: int) -> int:
-        """Return the number of copies into a tier whose targets may be overwritten by now."""
+        """Return the number of copies into a tier whose targets may already be overwritten."""
         tier = self.plan.tiers[level]
         if not tier.copies:
             return 0

@@ -4,7 +4,7 @@ A *loop* is a sequence of steps that repeats. A step is one use of a unit: it ne
 the fastest tier while it computes. A group is contiguous there, because its tensors must be; it
 moves in *tiles* of about equal size.
 
-A plan is data. Three rules say how to follow it, and nothing is left to decide:
+A plan is data. Following it takes three rules and no decisions:
 
 1. A step begins once the first `PlannedStep.arrivals` copies into the fastest tier have ended. Its
    groups are then at `PlannedStep.addresses`.
@@ -165,8 +165,8 @@ class LoopPlan:
     def missing(self, there: Mapping[int, Sequence[Tier]]) -> dict[tuple[Tier, Tier], int]:
         """Return the bytes to move over each hop before the first pass.
 
-        `there` has the tiers of each group that is resident. A group on a tier is not copied there
-        from a slower one, nor back to one.
+        `there` has the tiers of each group that is resident. A group is not copied to a tier that
+        it is on, and never from a faster tier to a slower one.
         """
         moved = dict.fromkeys(self.ways, 0)
         for level, planned in enumerate(self.tiers):

@@ -2,8 +2,8 @@
 
 The tiers are planned from the top down, each in the same way (`loop_tiers`): the groups that a tier
 has to fetch are requested from the tier below. So the tiers share no group except while it moves: a
-group that stays on the device needs no copy in host memory. Groups stay as a whole; on the way to
-the fastest tier, only single tiles of a group are in memory.
+group that stays on the device needs no copy in host memory. Groups stay whole; on the way to the
+fastest tier, only single tiles of a group are in memory.
 
 The best size of the rings depends on the speeds: a larger ring evens out more variation, but leaves
 less space for groups that stay. The planner tries a few ring sizes, and a few amounts that stay for
@@ -29,11 +29,11 @@ WORTH = 0.002
 RING_GROWTH = 1.3
 """Factor between one ring size and the next that is tried."""
 NEARBY = (0.88, 0.94, 1.06, 1.12)
-"""Further sizes to try, as multiples of the best of those."""
+"""Further sizes to try for the ring of the fastest tier, as multiples of the best so far."""
 USUAL_LOWER_RING = 4
 """First size to try for the rings below the fastest tier, in tiles."""
 LOWER_RINGS = (0.5, 1.5, 2.0, 3.0, 5.0)
-"""Further sizes to try, as multiples of that."""
+"""Further sizes to try for the lower rings, as multiples of the best so far."""
 NEIGHBOURS = 1
 """Largest distance in steps at which two uses of a shared group count as one request."""
 
@@ -82,18 +82,18 @@ class _Drafter:
         self._tile = max(nbytes for group in groups for _, nbytes in group.tiles)
 
     def best(self) -> LoopPlan | None:
-        """Return the plan with the shortest passes, or of equal ones, the fewest bytes moved."""
+        """Return the plan with the shortest passes; near-ties go to the one that moves less."""
         found: _Timed | None = None
         for for_good in self._shares_for_good():
             found = _better(found, self._with_best_rings(for_good))
         return None if found is None else found.plan
 
     def _shares_for_good(self) -> list[int]:
-        """Return the amounts to try of bytes that stay on the fastest tier for good.
+        """Return the numbers of bytes to try that stay on the fastest tier for good.
 
-        None: then the least is fetched to that tier. All: then each step fetches its part. Or the
-        bytes that the other tiers have no space for, so that nothing is read from disk. If each
-        group is used once in a pass, all waits are equally long, and only one amount makes sense.
+        The tier's whole limit lets each step fetch its share. Zero fetches the fewest bytes to that
+        tier. The bytes for which the other tiers have no space avoid reads from disk. If each group
+        is used once in a pass, all waits are equally long, and only the first makes sense.
         """
         uses = [group for step in self._loop.steps for group in step.groups]
         every, limit = sum(self._loop.sizes), self._limits[0]
@@ -141,11 +141,11 @@ class _Drafter:
         yield self._limits[0]
 
     def _usual_ring(self, level: int) -> int:
-        """Return the largest ring to use unless only a larger one gives a plan, in bytes."""
+        """Return the largest ring, in bytes, to use unless only a larger one gives a plan."""
         return self._limits[level] // shares.RING
 
     def _least(self, plan: LoopPlan) -> float:
-        """Return a lower bound on the seconds of a pass that moves as many bytes as this plan."""
+        """Return a lower bound on the seconds of a pass that moves the bytes of this plan."""
         speeds = zip(plan.tiers, self._speeds, strict=True)
         return max(tier.moved / speed if speed else 0.0 for tier, speed in speeds)
 

@@ -3,8 +3,8 @@
 A step is the set of groups that a unit leases together, by key. If the latest n steps equal the n
 steps before them, in order, n is a *period*. A text encoder before each denoising, or two experts
 used in phases, have a long period that contains shorter ones. The recorder reports the shortest
-period that fits. After a period was left because a different step came, it is reported again only
-once it has repeated for longer than it had then, so a longer period that fits is reported instead.
+period that fits. A period that was left, because a different step came, is reported again only once
+it has repeated for longer than before. Until then, a longer period that fits is reported instead.
 """
 
 from __future__ import annotations
@@ -55,7 +55,10 @@ class LoopRecorder:
         self._count += 1
 
     def period(self, least: int = 1) -> int:
-        """Return the shortest period of at least `least` steps that occurred twice; 0 if none."""
+        """Return the shortest period of at least `least` steps that occurred twice; 0 if none.
+
+        Skips a period that was left, until it repeats for longer than before.
+        """
         steps = self._steps[: self._count]
         if not len(steps):
             return 0
@@ -94,7 +97,7 @@ class LoopRecorder:
     def left(self, length: int, repeated: int) -> None:
         """Note that a period was left because a different step came.
 
-        It had been followed for `repeated` steps, beside those recorded here.
+        It had been followed for `repeated` steps besides those recorded here.
         """
         self._left[length] = max(self._left.get(length, 0), repeated + length)
 

@@ -2,9 +2,9 @@
 
 Between two uses, a group either stays or is fetched again. Short waits are worth most: each use
 that finds its group saves a copy, and a short wait takes space for a short time (Belady, "A study
-of replacement algorithms for a virtual-storage computer", 1966, on a cycle). In a plain loop all
-waits are equally long, and any choice of as many bytes saves the same. The choice is then spread
-evenly over the steps, so that a small ring is enough for the rest:
+of replacement algorithms for a virtual-storage computer", 1966, applied to a cycle). In a plain
+loop all waits are equally long, and all choices of equal size save the same bytes. The choice is
+then spread evenly over the steps, so that a small ring is enough for the rest:
 
 - Each step fetches the bytes that move while it computes, at the pace of the whole pass; otherwise
   copies would pause, or computing would wait for them.
@@ -81,7 +81,7 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class _Wait:
-    """The waits of a group of equal length, each from one of `requests` to the next request.
+    """Waits of one group and one length, each from one of `requests` to the next request.
 
     If the group stays, it takes space during `steps`.
     """
@@ -102,8 +102,8 @@ def choose_stays(
     """Choose the groups that stay between requests, within `capacity` bytes.
 
     `floors` has the bytes that move while each step computes. Requests are in the order of their
-    steps, and refer to groups by number. First, up to `for_good` bytes are chosen evenly to stay
-    for good; then other groups for their shortest waits.
+    steps, and refer to groups by number. First, groups of up to `for_good` bytes, spread evenly
+    over the steps, are chosen to stay for good; then others are chosen for their shortest waits.
     """
     count = len(floors)
     by_group: dict[int, list[int]] = {}
@@ -145,7 +145,7 @@ def _waits_of(requests: Sequence[TierRequest], numbers: list[int], count: int) -
         yield _Wait(group, tuple(found), length, np.flatnonzero(steps[length]))
 
 
-# What stays ---------------------------------------------------------------------------------------
+# Choosing -----------------------------------------------------------------------------------------
 
 
 def _even_order(
@@ -153,8 +153,8 @@ def _even_order(
 ) -> dict[int, list[float]]:
     """Return a priority to stay for each tile of each group; higher stays first.
 
-    `firsts` has the first step that needs each group. Up to its floor, each step fetches the same
-    fraction of it; beyond that, as many bytes as the others. A low-discrepancy sequence offsets
+    `firsts` has the first step that needs each group. Up to their floors, all steps fetch the same
+    fraction of them; beyond, the same number of bytes. A low-discrepancy sequence offsets
     steps of one kind against each other, so they do not all fetch one more tile at the same point.
     """
     order: dict[int, list[float]] = {}

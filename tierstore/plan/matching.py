@@ -11,16 +11,16 @@ _ODD = np.uint64(0x9E3779B97F4A7C15)
 Numbers = npt.NDArray[np.int64]
 
 NOWHERE = -1
-"""Place for no match."""
+"""The place that is returned if nothing matches."""
 
 
 def best_matches(history: Numbers) -> tuple[int, int]:
     """Return the place of the longest earlier match of the newest uses, and a rival place.
 
     If several matches are equally long, the newest is returned, and the one before it is the rival.
-    But if a loop has repeated, the match is the pass that had as many passes before it as there are
-    now, without a rival: so the end of the loop is expected when it is as long as it was then, and
-    not after every pass. The newest key must have occurred before.
+    A repeated loop is an exception: it matches, without a rival, at the pass that had as many
+    passes before it as the current one. So the end of the loop is expected after as many passes as
+    last time, not after every pass. The newest key must have occurred before.
     """
     ends, length = _longest_matches(history, np.flatnonzero(history[:-1] == history[-1]))
     gaps = np.diff(ends)[::-1]
@@ -51,10 +51,10 @@ def _longest_matches(history: Numbers, ends: Numbers) -> tuple[Numbers, int]:
 
 
 def _longest_of_many(history: Numbers, ends: Numbers) -> tuple[Numbers, int]:
-    """Do the work of `_longest_matches` for long matches: bisect by hashes of runs.
+    """Implement `_longest_matches` for long matches, by bisecting over hashes of runs.
 
-    Rolling hashes are by Karp and Rabin, 1987. Extending matches one use at a time would take many
-    milliseconds for a long loop of few keys.
+    The rolling hashes are those of Karp and Rabin, 1987. Extending matches one use at a time would
+    take many milliseconds for a long loop of few keys.
     """
     length, now = len(history), len(history) - 1
     powers = np.full(length, _ODD)

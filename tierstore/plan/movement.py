@@ -47,7 +47,7 @@ class Movement:
         if not any(group.present(tier) for tier in group.copies):
             return True
         if group.shared and not copies.can_fit(group):
-            return True  # it waits until its limit is raised, and blocks no other request meanwhile
+            return True  # it waits for a higher limit, without blocking other requests
         if top not in group.copies and not reserve_space(group, top):
             return False
         # Only now: a save that made this space may have replaced the source.
@@ -118,7 +118,7 @@ class Movement:
                     blocked = group.shared  # there may be space for the others
 
     def _fetch_one_early(self, group: GroupRecord, dst: Tier, sooner: Numbers) -> bool:
-        """Copy `group` to `dst` from the tier below. Returns False without a copy or space."""
+        """Copy `group` to `dst` from the tier below. Returns False if no copy or space exists."""
         src = self._copies.below[dst]
         if not group.present(src):
             return False
@@ -271,7 +271,7 @@ class Fixpoint:
             # Prefetched groups that are half-way move on before their space is needed again.
             movement.fetch_early((copies.top,))
         has_space = self._pursue_needs()
-        if has_space and movement.look_ahead:  # a prefetch must not take space that is waited for
+        if has_space and movement.look_ahead:  # a prefetch must not take space from a waiter
             self._fetch_early()
         if copies.promised and movement.abandon_unwanted():
             movement.shrink_shared()

@@ -1,4 +1,4 @@
-"""The planner: a state machine that decides every move, and makes none.
+"""The planner: a pure state machine that decides every move.
 
 `Planner.handle` takes one event, updates the planner's state, and returns the instructions that
 bring the memory into that state. The caller follows them in order, and reports their outcomes as
@@ -12,7 +12,7 @@ block each other half-way. A drop takes effect at once, so the order of instruct
 
 The invariants that hold after every event are in `tierstore.plan.invariants`.
 
-The parts, none of which knows the planner:
+The parts, none of which refers to the planner:
 
     CopyTable   the copies by tier, and the space they take
     Requests    the requests of callers
@@ -218,7 +218,7 @@ class Planner:
         return any(copy.state is State.ARRIVING and not tier.persistent for tier, copy in copies)
 
     def backed(self, group: GroupId) -> bool:
-        """Return whether a file of the user's holds the group's bytes."""
+        """Return whether one of the user's files holds the group's bytes."""
         return self.copies.groups[group].backing is not None
 
     def granted(self, group: GroupId) -> bool:

@@ -1,4 +1,4 @@
-"""Eviction policies: they rank copies by how little they would be missed, and never evict."""
+"""Eviction policies: rank copies by how little they would be missed."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _FIRST = 1e14
 """Added to the rank of copies that should be evicted before all others."""
 
 LEAVING = 3
-"""Number of copies on the device that count as about to leave it, ..."""
+"""Number of copies on the device that count as about to leave it, for a single stream."""
 LEAVING_OF_SEVERAL = 1
-"""... and their number if several streams of uses share the device.
+"""Number of such copies if several streams of uses share the device.
 
-Each stream has groups that pass through the device. The more of those the host keeps as well, the
-more has to be read.
+Each stream has groups that pass through the device. The more of them the host also holds, the more
+must be read.
 """
 
 DISK_COSTS = 4.0
 """Approximate cost of fetching a group from disk, relative to host memory."""
 
 HARMLESS = 3.0
-"""A prefetch evicts only groups that are needed this many times later than its own.
+"""A prefetch evicts only groups whose next use is this many times as far ahead as its own.
 
-A group needed only a little later would be read again for nothing: a better victim, such as the
-group in use, soon becomes available.
+A group needed only a little later would soon have to be read again. Waiting costs less: a better
+victim, such as the group in use, soon becomes available.
 """
 
 _FEW = 8
@@ -86,7 +86,7 @@ class Order(Protocol):
         """Return the rank above which a prefetch of `rival` may evict copies."""
 
     def spared(self, rows: CopyRows) -> npt.NDArray[np.bool_] | None:
-        """Return a mask of the rows that other streams should be evicted before.
+        """Return a mask of the rows to spare, because other streams' rows are evicted first.
 
         None if there is one stream of uses.
         """
@@ -118,7 +118,7 @@ class FarthestNextUse:
     """Ranks the copy with the farthest next use highest (Belady, 1966), by a learned schedule.
 
     Groups that the schedule does not expect are evicted before all others, the least recently used
-    first. Of several streams of uses, the one with the most bytes in memory is evicted from first.
+    first. If there are several streams, the one with the most bytes in memory loses groups first.
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -243,7 +243,7 @@ class CopyRows:
         return self.absent[tier].item(row) == 0
 
     def saved(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Return a mask of these rows: whether they have a copy on a persistent tier."""
+        """Return a mask of the rows among these that have a copy on a persistent tier."""
         found = np.zeros(len(rows), dtype=np.bool_)
         for tier, absent in self.absent.items():
             if tier.persistent:
@@ -267,14 +267,14 @@ class CopyRows:
 class RankingPolicy:
     """Ranks copies by an order of use, and by the group's copies on other tiers.
 
-    A group on the device and in host memory takes space twice. Host copies of groups that will stay
-    on the device are evicted first; those are all but the few that the device would evict next. A
-    device copy that the host has too is missed less than one that only the disk has: as if its next
-    use were four times as far. So some groups stay on the device and others pass through it, the
-    two tiers together hold nearly as many groups as fit both, and groups that leave the device
-    need not be copied back.
+    A group on the device and in host memory takes space twice. So host copies of groups that will
+    stay on the device (all but the few that it would evict next) are evicted first. A device copy
+    costs less to restore from the host than from disk, so if the host has one, its next use counts
+    as `DISK_COSTS` times as far ahead. Then some groups stay on the device and others pass through
+    it, the two tiers together hold nearly as many groups as fit both, and groups that leave the
+    device need not be copied back.
 
-    Host memory and the disk are such a pair too if the disk caches a tier below it. While no order
+    Host memory and the disk are also such a pair if the disk caches a tier below it. While no order
     is known yet, used groups are evicted from the disk before unused ones: they are not needed
     again until the next pass.
     """
@@ -310,7 +310,7 @@ class RankingPolicy:
         leaving = LEAVING if spared is None else LEAVING_OF_SEVERAL
         found = self._ranked(tier, rival, leaving)
         if spared is not None:
-            if tier is self._device:  # a copy that the host has too is no loss for a stream
+            if tier is self._device:  # a stream loses little if the host has a copy
                 spared &= ~self._rows.on(self._host)
             found[~spared] += _SHARED
         return _descending(self._rows.groups, found)
@@ -342,7 +342,7 @@ class RankingPolicy:
         return found
 
     def _miss_less(self, ranks: Ranks, there_too: npt.NDArray[np.bool_]) -> None:
-        """Raise the ranks of copies that the tier below has too: those are cheaper to fetch."""
+        """Raise the ranks of copies that exist on the tier below: they are cheaper to fetch."""
         twice = (ranks > -np.inf) & there_too
         ranks[twice] = self._order.farther(self._rows, ranks[twice], DISK_COSTS)
 

@@ -1,4 +1,4 @@
-"""Decides when to prefetch: as late as possible, but early enough to prevent a stall.
+"""Decides when to prefetch: as late as possible without a stall.
 
 The rule is FORESTALL (Kimbrel et al., OSDI 1996). Fetching everything as soon as possible evicts
 groups that are still needed: a scan that does not fit is then read completely on every pass.
@@ -35,17 +35,17 @@ from tierstore.plan.pools import Sizes
 from tierstore.plan.schedule import Schedule
 
 WINDOW = 400
-"""Expected uses to consider, of all streams together, ..."""
+"""Number of expected uses to consider, over all streams."""
 LEAST = 50
-"""... and at least of each stream."""
+"""Minimum number of expected uses to consider for each stream."""
 AT_ONCE = 4
 """Copies in flight over one hop, however small."""
 STEADY = 0.1
 """Mean relative error of the expected times below which they count as steady."""
 CAUTION = 1.15
-"""Factor by which a transfer may take longer than measured, ..."""
+"""Factor by which a transfer may take longer than measured."""
 SLACK = 0.5
-"""... plus this fraction of the group's own transfer time."""
+"""Further allowance, as a fraction of the group's own transfer time."""
 
 _WEIGHT = 0.25
 _OUTLIER = 4.0
@@ -105,7 +105,7 @@ class Prefetcher:
         self._surprise = 1.0  # mean relative error of the latest times
         self._uses: dict[int, _Use] = {}  # by stream: its current use
 
-    # Books -------------------------------------------------------------------------------------
+    # Bookkeeping -------------------------------------------------------------------------------
 
     def know(self, number: int, nbytes: int, *, shared: bool = False) -> None:
         """Add a group of `nbytes` bytes under this number."""
@@ -170,9 +170,9 @@ class Prefetcher:
             self._update_missing(number)
 
     def pass_over(self, number: int, *, ended: bool = False) -> None:
-        """Stop prefetching a group that cannot be moved; with `ended`, prefetch it again.
+        """Exclude a group that cannot be moved from prefetching; with `ended`, readmit it.
 
-        A group that gets space on a tier is also prefetched again.
+        A group that gets space on a tier is readmitted, too.
         """
         self._fetchable[number] = ended
         self._update_missing(number)
@@ -186,7 +186,7 @@ class Prefetcher:
         assert self._on_top == len(held[self._tiers[0]])
 
     def _update_missing(self, number: int) -> None:
-        """Update the tiers on which the group is missing: those slower than one it has are not."""
+        """Update the tiers on which the group is missing: only those faster than all its copies."""
         wanted, highest = self._fetchable.item(number), self._highest.item(number)
         nbytes = max(self.nbytes.item(number), 1)  # an empty group can be missing, too
         for tier in self._tiers:
@@ -328,7 +328,7 @@ class Prefetcher:
         prefetched = self._schedule.known.prefetched_numbers()
         merged = np.concatenate([numbers for _, numbers in streams])
         if not values_of(self._missing[dst], merged).any() and not len(prefetched):
-            return ExpectedUses(merged[:0])  # the usual case: what follows is slow
+            return ExpectedUses(merged[:0])  # the usual case; the rest is slow
         # A device divides its time among the streams.
         slower = len(streams) if self._timed_by_device else 1
         until, places = [], []
@@ -406,14 +406,14 @@ class Prefetcher:
         return bool(late.max() >= until_first * bandwidth - CAUTION * hop.nbytes)
 
     def _is_within(self, dst: Tier, numbers: Numbers) -> bool:
-        """Return whether the groups take a small enough share of the tier, or are only one."""
+        """Return whether there is only one group, or the groups take a small enough share."""
         budget = self.sizes.of(dst)
         if budget is None or len(numbers) < 2:
             return True
         return _sum(self.nbytes, numbers, set(numbers.tolist())) <= budget // shares.PREFETCH_AHEAD
 
     def _is_near(self, dst: Tier, numbers: Numbers) -> bool:
-        """Return whether the groups are few and take a small share of the tier, or are only one.
+        """Return whether there is only one group, or few that take a small share of the tier.
 
         Few means at most two groups, or no more bytes than two average groups.
         """

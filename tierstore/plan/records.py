@@ -37,7 +37,7 @@ class CopyRecord:
 class GroupRecord:
     """One group.
 
-    On the tier `backing`, if any, a file of the user's holds its bytes, so that copy takes no
+    On the tier `backing`, if any, one of the user's files holds its bytes, so that copy takes no
     space. `number` is the schedule's number of its key; -1 if a newer generation has it. `sticky`
     groups are evicted last from host memory. `use_order` says how the next use is predicted. While
     there is a `host_lease`, a caller has leased the copy in host memory, and may change it. Copies

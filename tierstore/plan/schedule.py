@@ -85,7 +85,7 @@ class Schedule(Protocol):
     def ranks(self, numbers: Numbers) -> Ranks:
         """Return the rank of each number: when it is used next; infinity: not expected.
 
-        The scale is the schedule's own.
+        The scale depends on the schedule.
         """
 
     def farther(self, ranks: Ranks, times: float) -> Ranks:
@@ -113,7 +113,8 @@ class LearnedOrder:
     is False while there is no prediction, or while fewer than about half of the latest ones came
     true (wrong guesses count half). Keys are then ranked by decayed access rates, or not at all
     (infinity for every key) during the first pass. The memory grows to twice the number of
-    registered keys, so that a pass over them fits. `history`, `rates` and `routed` are for reading.
+    registered keys, so that a pass over them fits. Callers may only read `history`, `rates` and
+    `routed`.
     Orders that share `known` use the same numbers.
     """
 
@@ -174,7 +175,7 @@ class LearnedOrder:
     # Keys and their numbers --------------------------------------------------------------------
 
     def begin_number(self, number: int) -> None:
-        """Assign this number to a new key, of whose uses nothing is known."""
+        """Assign this number to a new key, which has no uses yet."""
         while number >= len(self.history.last):
             self.history.grow()
             self.rates.grow()
@@ -337,5 +338,5 @@ class LearnedOrder:
         return [(0, self.learned(count))]
 
     def spared(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
-        """Return an empty mask: there are no other streams."""
+        """Return an all-false mask: there are no other streams."""
         return np.zeros(len(self.history.last), dtype=np.bool_)

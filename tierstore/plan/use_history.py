@@ -11,7 +11,7 @@ Ranks = npt.NDArray[np.float64]
 
 
 class UseHistory:
-    """The latest uses, by number of the key, and the `place` in them that matches the present.
+    """The latest uses, by number of the key, and the `place` that best matches the newest ones.
 
     The uses that followed that place are expected again. `rival` is an older place that matches as
     well. Both are negative if nothing matches. `last` has the last place of each number, negative
@@ -97,7 +97,7 @@ class UseHistory:
     def _places_after(self, place: int) -> Ranks:
         found = np.full(len(self.last), np.inf)
         future = self._uses[place + 1 : self.length]
-        # Assigned backwards, so that the first occurrence is what remains.
+        # Assigned backwards, so the first occurrence remains.
         found[future[::-1]] = np.arange(self.length - 1, place, -1)
         return found
 

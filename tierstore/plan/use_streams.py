@@ -26,9 +26,9 @@ been another. A stream is forgotten when the others have made as many uses as on
 Evicting the group with the farthest next use (Belady, 1966) minimizes the total of misses. But the
 groups that a slow stream has just read are used later than all of a fast one's, so they would
 always be evicted first, and the slow stream would read everything again in each pass. So the stream
-with the most bytes in memory is evicted from first, and of its groups, the one used last. The bytes
-of a group that several streams use are divided among them, and the group is not evicted on account
-of one of them. A stream that needs less than its share never has the most: the others get the rest.
+with the most bytes in memory loses groups first, beginning with the one used last. The bytes
+of a group that several streams use are divided among them, and the group is not evicted because of
+one of them. A stream that needs less than its share never has the most: the others get the rest.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ from tierstore.plan.use_history import Ranks
 TIMED = 16
 """Uses that are timed together: a caller that looks ahead makes several at once."""
 PAUSE = 4.0
-"""Factor of the expected time beyond which such uses count as interrupted by a pause."""
+"""Multiple of the expected time beyond which these uses count as interrupted by a pause."""
 WEIGHT = 0.25
 """Weight of the latest of these times in the average."""
 MOST = 64
 """Maximum number of streams. More users share them, as if they took turns."""
 EVEN = 0.96
-"""Fraction of the largest share from which on streams count as even.
+"""Streams with at least this fraction of the largest share count as even.
 
-Of the groups of even streams, the one used last is evicted, whichever stream uses it.
+The group that even streams use last is evicted, whichever of them uses it.
 """
 SHORT = 4
-"""Uses below which a turn is short."""
+"""A turn of fewer uses is short."""
 CONTESTED = 6
-"""Surprises from which on a stream is contested.
+"""Number of surprises at which a stream becomes contested.
 
 A short turn followed by an unexpected use adds two; a longer turn subtracts one.
 """
@@ -101,7 +101,7 @@ class UseStream:
             self._time(now)
 
     def use_unordered(self, key: str, now: float) -> None:
-        """Note a use of a group that is routed, or of which no order is learned."""
+        """Note a use of a routed group, or of one whose order is not learned."""
         self.order.note_unordered_use(key)
         self._used(now)
 
@@ -134,7 +134,8 @@ class UseStream:
     def stopped(self, now: float, others: int) -> bool:
         """Return whether it is late by more than a pass over its groups.
 
-        If its pace is unknown: whether the `others` have made more uses than two of its passes.
+        If its pace is unknown, returns whether the `others` have made more uses than two of its
+        passes have.
         """
         pace = self.seconds_per_use if self._uses > 1 else 0.0
         late = self.late(now) if pace else others
@@ -278,7 +279,7 @@ class UseStreams:
         return one
 
     def _begin(self, key: str, user: int) -> UseStream:
-        """Begin a stream, with a copy of what the latest stream that knows the key has learned."""
+        """Begin a stream with a copy of the order of the latest stream that knows the key."""
         for one in list(self._streams):
             if self._uses - one.used_at > self._memory:
                 self._drop(one)

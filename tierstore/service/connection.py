@@ -215,7 +215,7 @@ class Connection:
         self.abandon(reason)
 
     def abandon(self, reason: str) -> None:
-        """Stop reading and writing. Only the worker's leases stay, until it hangs up."""
+        """Stop serving the worker and discard its messages. Its leases stay until it hangs up."""
         if self.closed or self.abandoned:
             return
         self.abandoned = True
@@ -231,7 +231,7 @@ class Connection:
     # Writing -----------------------------------------------------------------------------------
 
     def send(self, message: messages.Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a message as soon as the worker reads."""
+        """Send a message, or buffer what the socket does not accept yet."""
         if self.closed or self.abandoned:
             return
         data = memoryview(self._outgoing.encode(message))
@@ -294,7 +294,7 @@ class Connection:
         self._process_inbox()
 
     def check_connected(self) -> None:
-        """Close the connection if the worker has, while nothing is read that would show it."""
+        """Close the connection if the worker hung up while its socket is not being read."""
         if self.busy and not self.closed and _has_ended(self.socket):
             self.close(CLOSED)
 
@@ -474,7 +474,7 @@ class Connection:
 
 
 def _reason(error: OSError) -> str:
-    """Return reason sending or reading failed. Closing with unread data counts as a close."""
+    """Return why sending or reading failed. Closing with unread data counts as a close."""
     closed = isinstance(error, (BrokenPipeError, ConnectionResetError))
     return CLOSED if closed else error.strerror or str(error)
 

@@ -43,7 +43,7 @@ HELLO_SECONDS = 10.0
 """Seconds within which a new connection must send its hello."""
 
 RECLAIM_SECONDS = 0.01
-"""Minimum seconds between two `Reclaim` messages to all workers."""
+"""Minimum seconds between two rounds of `Reclaim` messages."""
 
 CHECK_SECONDS = 1.0
 """Seconds between checks for stalled connections and blocked requests."""
@@ -105,7 +105,7 @@ class Server:
 
     @property
     def stopping(self) -> bool:
-        """True if the service accepts no connections and grants no leases any more."""
+        """True once the service no longer accepts connections or grants leases."""
         return self._stopping.is_set()
 
     def stop(self) -> None:
@@ -231,7 +231,7 @@ class Server:
         is registered again before that.
         """
         if self.stopping:
-            return  # nothing is leased any more
+            return  # no group will be leased again
         waiting = bool(self._to_unregister)
         self._to_unregister += groups
         if not waiting:
@@ -275,7 +275,7 @@ class Server:
                 connection.send(messages.Allowance(nbytes))
 
     def reclaim(self) -> None:
-        """Ask all workers to release unused leases, at most once per `RECLAIM_SECONDS`."""
+        """Ask lease holders to release unused leases, at most once per `RECLAIM_SECONDS`."""
         if not self._reclaim_due:
             self._reclaim_due = True
             due = self._reclaimed + RECLAIM_SECONDS - time.monotonic()
@@ -311,7 +311,7 @@ class Server:
     # Watching ----------------------------------------------------------------------------------
 
     def _check_connections(self) -> None:
-        """Log workers that hold memory while others wait, and fail requests that are blocked."""
+        """Drop stalled connections, log workers that block others, and fail blocked requests."""
         now = time.monotonic()
         for connection in list(self.connections.values()):
             connection.check_connected()

@@ -42,7 +42,7 @@ class ServedGroup:
 
 
 class SharedGroups:
-    """Groups by number and by content. `bytes_registered` counts those that workers have."""
+    """Groups by number and by content. `bytes_registered` counts those with workers."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

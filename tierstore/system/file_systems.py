@@ -31,7 +31,7 @@ def file_system_of(directory: str, mounts: str = MOUNTS) -> str | None:
         before, _, after = line.partition(" - ")
         point = re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), before.split()[4])
         is_below = here == point or here.startswith(point.rstrip("/") + "/")
-        # Of two mounts on one point, the later one is on top.
+        # If two mounts share a point, the later one is on top.
         if is_below and len(point) >= longest:
             longest, found = len(point), after.split()[0]
     return found

@@ -20,7 +20,7 @@ MAX_HELD_FILES = 192
 
 @dataclass(eq=False)
 class HeldFile:
-    """A file that holds groups, as it was when the first of them was registered.
+    """A file with groups, in its state when the first of them was registered.
 
     While this object exists, `file` stays open, unless the process runs out of descriptors: the
     bytes remain readable after the name is removed or leads to another file. `header_digest` is the
@@ -50,7 +50,7 @@ class FileTable:
         self._lock = RLock()
 
     def get(self, path: str) -> DataFile:
-        """Return the file, opened if necessary. A disk that hangs blocks only this caller."""
+        """Return the file, opening it if necessary. A hung disk blocks only this caller."""
         file, age = self._find(path)
         return file or self._cache(path, self._open_file(path), age)
 
@@ -81,7 +81,7 @@ class FileTable:
 
     @guarded
     def forget(self, path: str) -> None:
-        """Open the file anew next time, because its name now leads to another file."""
+        """Reopen the file on its next use, because its name now leads to another file."""
         self._age += 1
         self._open.pop(path, None)
 
@@ -98,7 +98,7 @@ class FileTable:
         return [held for held in self._held.values() if held.file is not None]
 
     def _close_files(self, of: list[HeldFile]) -> bool:
-        return bool(self._detach_files(of))  # this drops the last references, without the lock
+        return bool(self._detach_files(of))  # drops the last references outside the lock
 
     @guarded
     def _detach_files(self, of: list[HeldFile]) -> list[DataFile | None]:
@@ -111,7 +111,7 @@ class FileTable:
     # Files that groups are registered in -------------------------------------------------------
 
     def hold(self, path: str, stamp: FileStamp, header_digest: str | None = None) -> HeldFile:
-        """Return the file with this stamp and header, opened. If that fails, reading it raises."""
+        """Open and return the file with this stamp and header. Reading it raises any error."""
         held = self._held_file(path, stamp, header_digest)
         with contextlib.suppress(OSError, StaleCheckpointError):
             self.open(held)

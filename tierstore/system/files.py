@@ -38,7 +38,7 @@ decision 5).
 DISK_THREADS = 6
 """Number of threads that read and write.
 
-Fewer are too few: some of them wait for fsync, or for a free core.
+Fewer are not enough, because some wait for fsync or for a free core.
 """
 
 CHUNK = 8 << 20
@@ -99,7 +99,7 @@ class FileStamp:
 
 
 class DataFile:
-    """A file open for reading. It is closed when its last reference goes."""
+    """A file open for reading. It is closed with its last reference."""
 
     _direct: int | None
     _close: Callable[[int], None]
@@ -154,13 +154,13 @@ class DataFile:
         return self._direct is not None and not self._refused
 
     def stamp(self) -> FileStamp:
-        """Return the stamp of the open file, whatever its name leads to by now."""
+        """Return the stamp of the open file, even if its name now leads to another one."""
         return FileStamp.of(os.fstat(self._cached))
 
     def matches(self, stamp: FileStamp) -> bool:
         """Return whether the file still has this stamp.
 
-        Removing a file's last name changes only its ctime, which is ignored then.
+        Removing a file's last name changes only its ctime, so the ctime is ignored in that case.
         """
         status = os.fstat(self._cached)
         found = FileStamp.of(status)
@@ -169,7 +169,7 @@ class DataFile:
         return found == stamp
 
     def header_digest(self) -> str:
-        """Return the checksum of the safetensors header that the file has now."""
+        """Return the checksum of the file's current safetensors header."""
         length = int.from_bytes(read_fully(self._cached, LENGTH_BYTES, 0), "little")
         return digest(read_fully(self._cached, min(length, MAX_HEADER_BYTES), LENGTH_BYTES))
 

@@ -79,7 +79,7 @@ def release_lock(descriptor: int) -> None:
 
 
 def write_owner(descriptor: int) -> None:
-    """Write this process into the LOCK file.
+    """Write the identity of this process to the LOCK file.
 
     Other processes show it in their messages, and an empty file means that the last owner synced
     all names.

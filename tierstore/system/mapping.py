@@ -45,7 +45,7 @@ class MapLimit:
 
     def count(self, maps: int) -> None:
         """Account for `maps` maps that the caller is about to make. Raises TooManyMapsError."""
-        self._unseen -= maps  # inexact under races: half of what is left is kept in reserve
+        self._unseen -= maps  # inexact under races: half of the rest stays in reserve
         if self._unseen >= 0:
             return
         with open(_MAPS, "rb") as lines:
@@ -93,9 +93,9 @@ def map_open_file(
     owner: object = None,
     protection: int = mmap.PROT_READ | mmap.PROT_WRITE,
 ) -> memoryview:
-    """Map whole pages of an open file, which must have them. Raises OSError.
+    """Map whole pages of an open file, which must contain them. Raises OSError.
 
-    The map is removed when its last view goes, and keeps a reference to `owner` until then.
+    The map is removed with its last view, and keeps a reference to `owner` until then.
     Python's own maps hold a descriptor each: a process would run out of descriptors long before it
     runs out of maps. Python treats the result as writable in any case: do not write to it unless
     `protection` allows that.

@@ -210,9 +210,9 @@ class WriteWatch:
     def written(self) -> list[int]:
         """Return the numbers of the ranges with a page that was written to since it was mapped.
 
-        A page counts for every range that overlaps it. The result is empty where the system does
-        not report writes. Raises TransferError where it would, but cannot now: a write must not go
-        unnoticed.
+        A page counts for every range that overlaps it. Returns an empty list if the system does not
+        support reporting writes. Raises TransferError if a supported query fails, because a write
+        must not go unnoticed.
         """
         try:
             with open(PAGEMAP, "rb", buffering=0) as pagemap:

@@ -1,6 +1,6 @@
 """Finds and reads object files, without a lock and without writing.
 
-`tierstore-inspect` needs no more than this. Directory contents are untrusted: links are not
+`tierstore-inspect` uses only this. Directory contents are untrusted: links are not
 followed, and anything that is not a regular file is detected by its directory entry or its status
 before it is opened.
 """
@@ -62,7 +62,7 @@ def check_key(key: object) -> str:
     return text
 
 
-# A directory may have 100,000 of the next two: creating a tuple takes a quarter of the time.
+# Tuples: creating them takes a quarter of the time, and a directory may have 100,000 of each.
 
 
 class FoundObject(NamedTuple):
@@ -195,8 +195,8 @@ def fetch_headers(
     """Yield the headers of `entries` of an open directory that lies at `path`, in order.
 
     Headers are read on this thread while the page cache has them: more threads would only contend
-    for the interpreter's lock. From the first one that is not cached on, the pool fetches them,
-    which keeps several requests in flight.
+    for the interpreter's lock. The pool fetches the first header that is not cached and all later
+    ones, which keeps several requests in flight.
     """
     left = iter(entries)
     for entry in left:

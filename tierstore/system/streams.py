@@ -47,8 +47,8 @@ def capture_query(kind: str) -> Callable[[], bool] | None:
 def stream_context(stream: torch.Stream) -> torch.Stream:
     """Return a context manager, to enter once, that makes `stream` the thread's current stream.
 
-    torch keeps the stream to return to on the entered object. Two threads that entered the same
-    object would restore each other's stream: each use needs an object of its own.
+    torch stores the previous stream in the entered object. Two threads that enter the same object
+    would restore each other's stream, so each use needs a separate object.
     """
     return torch.Stream(
         stream_id=stream.stream_id,

@@ -149,7 +149,7 @@ def clone_all(spec: GroupSpec, views: Mapping[str, torch.Tensor]) -> dict[str, t
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:
-    """Clone a tensor of any dtype: torch before 2.9 cannot copy float4 as such."""
+    """Clone a tensor of any dtype: torch before 2.9 cannot copy float4 directly."""
     if tensor.dtype is torch.float4_e2m1fn_x2:
         return tensor.view(torch.uint8).clone().view(tensor.dtype)
     return tensor.clone()
@@ -291,6 +291,6 @@ def pack_tensors(key: str, tensors: Any) -> tuple[Packing, dict[str, torch.Tenso
 
 
 def packed_spec(key: str, packing: Packing, names: Iterable[str]) -> GroupSpec:
-    """Return the spec of a group whose tensors lie as `packing` says."""
+    """Return the spec of a group whose tensors are laid out by `packing`."""
     by_name = {t.name: t for t in packing.specs()}
     return group_of(key, [by_name[name] for name in names], packing.nbytes)

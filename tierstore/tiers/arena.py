@@ -1,10 +1,10 @@
 """Memory of one tier, divided into slots that are allocated once and reused.
 
-A slot has exactly the size at which its group is counted. Nothing is lost to fragmentation, and the
-budget counts the memory that is really allocated (and, with an accelerator, page-locked). A
-released slot waits for the next group of its size; when another size needs the memory, idle slots
-are freed first. Host slots lie in 2 MiB pages, which direct reads need: into 4 KiB pages, a disk
-delivers about half of its speed.
+A slot has exactly the bytes that the budget counts for its group. So nothing is lost to
+fragmentation, and the budget counts the memory that is really allocated (and, with an accelerator,
+page-locked). A released slot waits for the next group of its size; when another size needs the
+memory, idle slots are freed first. Host slots lie in 2 MiB pages, because direct reads into 4 KiB
+pages reach about half of a disk's bandwidth.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Slot:
     """Memory for one group. `memory` (uint8, `nbytes` long) is set from `Arena.fill` on.
 
     `pending` are events of device work that still uses the memory: wait for them before writing to
-    it or freeing it. `arrival` is an event of the device that passes once the group is in a slot
-    there. A slot that was released before it had memory is not `wanted`, and never gets any.
+    it or freeing it. `arrival` is a device event that completes once the group is in its slot
+    there. A slot that is released before it has memory is no longer `wanted`, and never gets any.
     `views` are the group's tensors, after the first access. `stream` is the device stream in which
     the last lease ended; views may be used in `streams` after a lease. A small page-locked slot is
     part of a `slab`. A slot is `exposed` while callers may have a view of it.
@@ -130,7 +130,7 @@ class Arena:
         self._before_free = before_free
         self._reclaim = reclaim
         self.on_detach: Callable[[torch.Tensor, Spans | None], None] = lambda memory, spans: None
-        self._idle: dict[int, deque[Slot]] = {}  # by size, the first released in front
+        self._idle: dict[int, deque[Slot]] = {}  # by size, in order of release
         self._retired: list[Slot] = []
         self.bytes_counted = 0
         self._lock = RLock()
@@ -300,7 +300,7 @@ class Arena:
         self._retire_until_it_fits()
 
     def close(self) -> None:
-        """Free every idle slot. Slots in use go with their last view."""
+        """Free every idle slot. Slots in use are freed with their last view."""
         under(self._lock, self._retire_idle)
         under(self._making, self._free_retired)
         self._close()

@@ -75,7 +75,7 @@ def build(
 ) -> tuple[StoreTiers, Mover]:
     """Build the tiers over the files of `directory`, and the mover between them.
 
-    Raises RuntimeError if the system starts no more threads, after ending those that did start.
+    Raises RuntimeError if the system cannot start another thread; ends those already started.
     """
     with contextlib.ExitStack() as undo:
         built = _build(settings, directory, callbacks, undo)

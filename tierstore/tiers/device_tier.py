@@ -57,8 +57,8 @@ class DeviceTier(MemoryTier):
     def used_on(self, entry: GroupEntry, mark: Mark) -> None:
         """Record that a lease has ended; device work up to `mark` still uses the group's copy.
 
-        Its memory is not reused before that work is done. If views remain, it is not reused before
-        the work that the stream does while they exist, either.
+        Its memory is not reused before that work is done. While views remain, the stream's later
+        work also delays the reuse.
         """
         slot = entry.slots[self.tier]
         pending = slot.pending
@@ -186,6 +186,6 @@ def parts_of(
 
 
 def _part(memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-    """Return a range of a slot's memory, without creating a view if it is all of it."""
+    """Return a range of a slot's memory, or the memory itself if the range covers it."""
     whole = offset == 0 and nbytes == memory.numel()
     return memory if whole else memory[offset : offset + nbytes]

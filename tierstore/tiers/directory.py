@@ -58,7 +58,7 @@ logger = logging.getLogger("tierstore.tiers")
 # removed.
 TEMPORARY_NAME = re.compile(r"(object|marker)-[0-9a-f]{16}")
 SPILL_NAME = re.compile(r"\.spill-[0-9]+-[0-9a-f]{16}")
-"""Name of a spill file while it has one, on file systems without unnamed files."""
+"""Temporary name of a spill file, on file systems without unnamed files."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class ObjectDirectory:
     """The directory of one live store, held under its lock.
 
     `damaged` maps the name of an object to the error that was found in it when the directory was
-    opened. Raises StoreLockedError, TransferError (no permission, no space) or TierStoreError (a
-    newer format) if it cannot be opened, and changes nothing then.
+    opened. If it cannot be opened, raises StoreLockedError, TransferError (no permission, no
+    space) or TierStoreError (a newer format), and leaves it unchanged.
 
     Without `durable`, a power cut may lose or damage files: nothing is synced, and readers compare
     checksums.
@@ -174,8 +174,8 @@ class ObjectDirectory:
         """Write a group to a temporary file and sync it. `commit` makes it visible.
 
         `data` holds the packed group in page-aligned memory. `run_parallel` runs the parts of the
-        work, such as `Workers.run_parallel`. Raises DiskFullError or TransferError, and changes
-        nothing then.
+        work, such as `Workers.run_parallel`. Raises DiskFullError or TransferError, which leave
+        the directory unchanged.
         """
         try:
             check_readable(key, packing, single=single)  # before the old object is replaced
@@ -279,9 +279,9 @@ class ObjectDirectory:
 class _Writing:
     """A group that is being written to a file.
 
-    All but its end has the same layout in the file as in memory: that part is written straight from
-    there, past the page cache, while the checksums are computed. The end, which has odd sizes, and
-    the header, which holds the checksums, follow.
+    Everything except its end has the same layout in the file as in memory, and is written directly
+    from memory, past the page cache, while the checksums are computed. The end, whose sizes are not
+    aligned, and the header, which contains the checksums, are written last.
     """
 
     def __init__(self, key: str, packing: Packing, data: memoryview, single: bool) -> None:

@@ -1,12 +1,12 @@
 """Measures the speed of a disk in the way a store uses it, and remembers it for later processes.
 
 The measurement uses the code that a store reads and writes with, into memory like a store's, past
-the page cache, in an unnamed file, which never stays behind. It includes caches of the disk, or of
-the host of a virtual machine. It excludes the processor's caches: reads fill as much memory as a
+the page cache, in an unnamed file, which is never left behind. It includes caches of the disk, or
+of the host of a virtual machine. It excludes the processor's caches: reads fill as much memory as a
 store's do, because a disk seems faster if the same few megabytes are filled repeatedly.
 
 Speeds are remembered in the user's cache directory, readable by the owner only, and are only a
-hint: if the file is missing, damaged or of another machine, the speed is unknown.
+hint: if the file is missing, damaged or from another machine, the speed is unknown.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def _rate(
 
 
 def _huge_memory(nbytes: int) -> memoryview:
-    """Allocate memory in huge pages, as the slots of a store have it."""
+    """Allocate memory in huge pages, like a store's slots."""
     mapped = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # without transparent huge pages it is slower, not wrong
         mapped.madvise(mmap.MADV_HUGEPAGE)

@@ -36,8 +36,8 @@ class DiskTier:
     Among the saves and removals of a key, the newest decides the state of its file, whichever
     finishes first. `names` are the keys with any version. `workers` write and remove files, and no
     interrupt reaches them; `serial` does the accounting. `spill` is created on demand, and
-    `fetched` has the files of copies that can be fetched again. A copy is where the entry's
-    `source` says; disk space is taken when it is written.
+    `fetched` has the files of copies that can be fetched again. The entry's `source` locates a
+    copy; writing it takes the disk space.
     """
 
     tier = Tier.DISK
@@ -73,7 +73,7 @@ class DiskTier:
         return entry.source is not None
 
     def reserve(self, entry: GroupEntry, *, for_caller: bool = False) -> None:
-        """Do nothing: writing takes the space, and only the file system knows what is free."""
+        """Do nothing: a write allocates space, and only the file system knows how much is free."""
 
     def view(self, entry: GroupEntry) -> dict[str, torch.Tensor]:
         """Return the tensors of a settled group's copy: shared maps, each with its own memory.
@@ -168,7 +168,7 @@ class DiskTier:
     def _remove(self, key: str, order: int, durable: bool) -> None:
         """Remove the object file of `key`, and prevent writes of versions up to `order`.
 
-        Raises TransferError; the removal is pending then.
+        Raises TransferError, and keeps the removal pending.
         """
         self._pending_deletes.pop(key, None)
         if self._committed.get(key, -1) > order:
@@ -187,7 +187,7 @@ class DiskTier:
         self._prune_versions()
 
     def _prune_versions(self) -> None:
-        """Forget orders of keys that have neither a file nor a version that may be written."""
+        """Forget the orders of keys that have neither a file nor any version."""
         if len(self._committed) > 2 * len(self._names) + 64:
             orders = self._committed.items()
             there = self._written, self._names
@@ -239,7 +239,7 @@ class DiskTier:
         return set(list(self._removing.values()))
 
     def is_delete_pending(self, key: str) -> bool:
-        """Return whether removing the object file of `key` has failed so far."""
+        """Return whether the object file of `key` could not be removed and awaits a retry."""
         return key in self._pending_deletes
 
     def retry_deletes(self) -> list[BaseException]:

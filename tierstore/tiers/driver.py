@@ -62,12 +62,12 @@ class TierDriver(Protocol):
     def drop(self, entry: GroupEntry) -> None:
         """Free the memory of a copy, whether or not its bytes have arrived.
 
-        Remaining users (a leaked lease, device work) go on seeing its bytes, or older ones; never
+        Remaining users (a leaked lease, device work) still see its bytes or older ones, never
         unmapped addresses.
         """
 
     def close(self, entries: Iterable[GroupEntry]) -> None:
-        """Free everything. `entries` are all groups; no thread copies any more."""
+        """Free everything. `entries` are all groups. Called once no thread copies any longer."""
 
 
 @runtime_checkable
@@ -86,7 +86,7 @@ class CallersDriver(TierDriver, Protocol):
     """A tier whose accounting is done by callers, as part of a step of the store.
 
     This lets a caller that needs a copy queue it at once. An interrupt may come between any two
-    instructions; `rebuild` is called before anything else then.
+    instructions; the next call after it is `rebuild`.
     """
 
     def rebuild(self, entries: Collection[GroupEntry], coming: Set[Any]) -> None:
@@ -155,7 +155,7 @@ class MemoryTier:
         self._drop(entry, self.arena.release)
 
     def _drop(self, entry: GroupEntry, release: Callable[[Slot], None]) -> None:
-        """Release a slot by `release`: now, or when its last view goes."""
+        """Release a slot by `release`: now, or after its last view is dropped."""
         self.detached.collect()
         slot = entry.slots.pop(self.tier)
         live = slot.end_views()

@@ -39,8 +39,8 @@ class GroupEntry:
     there. `files` are the checkpoint files in `source`, by path, held open by this reference.
     `packing` is its layout for writing; None for groups of checkpoints, which are written only
     after a change. `durable` groups are written as object files, others into the spill; the spilled
-    copy of a `mutable` group always lies in the same `spill_extent`, where it can be viewed. Of two
-    versions of one key, the disk keeps the one with the higher `order`. `backing` is the tier on
+    copy of a `mutable` group always lies in the same `spill_extent`, where it can be viewed. The
+    disk keeps the version of a key with the highest `order`. `backing` is the tier on
     which a file of the user holds the bytes, if any; the planner receives it with `use_order` and
     `sticky`. Drivers keep other state by the entry.
     """
@@ -62,6 +62,6 @@ class GroupEntry:
 
     @property
     def arrival(self) -> torch.Event | None:
-        """An event of the device that passes once its copy has arrived there, or None."""
+        """A device event that completes once the group has arrived there, or None."""
         slot = self.slots.get(Tier.DEVICE)
         return None if slot is None else slot.arrival

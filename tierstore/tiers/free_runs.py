@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 
 class FreeRuns:
-    """Free bytes as runs (offset, bytes), in order, that never touch. Not thread-safe."""
+    """Free bytes as ordered runs (offset, bytes), never adjacent. Not thread-safe."""
 
     def __init__(self, nbytes: int = 0) -> None:
         self.nbytes = nbytes  # total free bytes

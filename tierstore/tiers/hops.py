@@ -52,8 +52,8 @@ class HostToDevice:
     def only_queues(self, entry: GroupEntry) -> bool:
         """Return whether the host memory is page-locked and this thread captures no graph.
 
-        A driver copies pageable memory while its caller waits. Work that a capturing thread queues
-        may be refused.
+        Drivers copy pageable memory synchronously, and may reject work that a capturing thread
+        queues.
         """
         src = entry.slots.get(self.src)
         pinned = src is not None and src.memory is not None and src.memory.is_pinned()

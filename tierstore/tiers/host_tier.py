@@ -151,9 +151,9 @@ class HostTier(MemoryTier):
         """Copy a group's blocks (uint8, any device) into the memory reserved for it.
 
         The device copies blocks that are on the store's device, in order with the current stream;
-        this does not wait, and returns an event that passes when they are copied. With `behind`,
-        that runs in parallel to later work of the current stream: the caller must neither change
-        nor free the blocks before the event. Returns None if the blocks are already copied.
+        this does not wait, and returns an event that completes when they are copied. With `behind`,
+        the copy runs in parallel to later work of the current stream, so the caller must neither
+        change nor free the blocks before the event. Returns None if the blocks are already copied.
         """
         assert entry.packing is not None
         slot, memory = self._memory_for_caller(entry)
@@ -176,7 +176,7 @@ class HostTier(MemoryTier):
         """Copy `source` to `target`, or add it to `target`.
 
         `target` is a tensor of a group that the caller may change now, in its memory or in a map of
-        its file. The result is that of `fill`, with `behind`.
+        its file. Returns as `fill` does with `behind`.
         """
         slot, device = entry.slots.get(self.tier), self._device
         if slot is not None and device is not None and source.device == device.device:

@@ -90,7 +90,7 @@ class LeasedHostTier(HostTier):
         self._makers.submit(URGENT, release) if slot.pending else release()
 
     def detach(self, slot: Slot, spans: Spans) -> None:
-        if slot not in self._leases:  # otherwise the lease stays until the last view goes
+        if slot not in self._leases:  # otherwise the lease lasts until the last view is dropped
             super().detach(slot, spans)
 
     def free_detached(self, slot: Slot) -> None:

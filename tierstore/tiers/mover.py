@@ -88,7 +88,7 @@ class Mover:
         self.drivers = {**self.drivers, driver.tier: driver}
         self.hops = {**self.hops, **{(one.src, one.dst): one for one in hops}}
 
-    # What is known -----------------------------------------------------------------------------
+    # Groups ------------------------------------------------------------------------------------
 
     def add(self, *entries: GroupEntry) -> None:
         """Add groups, before any instruction names them."""
@@ -247,8 +247,8 @@ class Mover:
     def stop(self) -> bool:
         """Stop the threads, free all memory, and close all files.
 
-        Returns False if a thread does not end, because a disk does not answer. Files stay open
-        then, as that thread may still use them.
+        Returns False if a thread does not end because a disk does not answer. Then the files stay
+        open, since that thread may still use them.
         """
         self.stopped = True
         for driver in self.drivers.values():

@@ -1,8 +1,8 @@
 """Range reads of objects in S3, GCS, Azure or HTTP, by obstore.
 
-An object is unchanged as long as its ETag and size are. Every read requests that (If-Match), and
-verifies the answer. Network failures are retried for a while (see `RetryPolicy`); then the read
-fails with an error that names the remedy.
+An object counts as unchanged while its ETag and size are the same. Every read requires this
+(If-Match) and verifies the answer. Network failures are retried for a while (see `RetryPolicy`);
+then the read fails with an error that names the remedy.
 
 obstore comes with the extra `remote`, and is imported only when a URL is used.
 """
@@ -30,9 +30,9 @@ T = TypeVar("T")
 class RetryPolicy:
     """Limits of retries.
 
-    No try starts later than `deadline` seconds after the first. One request may take
-    `request_seconds`, its body included: a piece has 8 MiB, which needs less than half a MB/s.
-    `pauses` are the seconds between tries; the last one is repeated.
+    No attempt starts later than `deadline` seconds after the first. One request, including its
+    body, may take `request_seconds`: for a piece of 8 MiB, less than half a MB/s is enough.
+    `pauses` are the seconds between attempts; the last one is repeated.
     """
 
     deadline: float = 60.0
@@ -87,7 +87,7 @@ def is_url(path: object) -> TypeGuard[str]:
 class ObjectStamp:
     """Identifies a version of an object.
 
-    `etag` is None if the server sends none; the time of the last change identifies it then.
+    `etag` is None if the server sends none; then the modification time identifies the version.
     """
 
     etag: str | None
@@ -113,7 +113,7 @@ class ObjectStamp:
 
 @dataclass(frozen=True, eq=False)
 class RemoteObject:
-    """One object in the version in which it was found. Reads are thread-safe."""
+    """One version of an object. Reads are thread-safe."""
 
     url: str
     stamp: ObjectStamp
@@ -124,7 +124,7 @@ class RemoteObject:
         """Return the bytes from `start` to `stop`.
 
         Raises StaleCheckpointError if the object has changed or is gone, TransferError if reading
-        fails despite retries, and ClosedError, without a further try, once `closed` is set.
+        fails despite retries, and ClosedError, without another attempt, once `closed` is set.
         """
         return _with_retries(self.url, lambda: self._read_once(start, stop), self._is_gone, closed)
 
@@ -283,7 +283,7 @@ def _client_options() -> dict[str, Any]:
 
 
 class _Transient(Exception):
-    """An answer that may improve on a retry."""
+    """A failure that a retry may fix."""
 
 
 def _with_retries(

@@ -9,8 +9,8 @@ Missing huge pages are taken from ranges that have spare ones, even ranges in us
 each in about 10 us, without a copy. Pages are populated only if there are no spare ones; spare
 pages are returned to the system before the budget is exceeded.
 
-The pages of a slot are reused after its last view is gone. A tensor that outlives its lease reads
-old bytes; never unmapped addresses.
+The pages of a slot are reused only after its last view is gone. A tensor that outlives its lease
+reads old bytes, never unmapped addresses.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _AddressRange:
         self.high = max(self.high, self.end)
 
     def release_huge(self, nbytes: int) -> int:
-        """Return spare pages to the system, as few as make `nbytes`. Returns the bytes."""
+        """Return up to `nbytes` of spare pages, rounded up, to the system. Returns the bytes."""
         given = min(self.spare_huge(), round_up(nbytes, HUGE_PAGE))
         if given:
             _vacate(self.low, given)
@@ -140,10 +140,10 @@ class LateViews:
         self._overdue = 0  # bytes above the budget that such views cost
 
     def wait(self, nbytes: int, used: Callable[[], int]) -> None:
-        """Wait until `nbytes` more fit the budget, beside those that are `used`.
+        """Wait until `nbytes` more fit the budget, in addition to those that are `used`.
 
         Another thread may be about to drop a late view. If it keeps the view, waiting is useless:
-        that much is above the budget until the view goes.
+        memory exceeds the budget by that much until the view is gone.
         """
         until = time.monotonic() + self._patience
         while True:
@@ -209,7 +209,7 @@ class RecycledPages:
         return ranges + sum(slab.spare_small() for slab in self._slabs)
 
     def set_detached(self, memory: torch.Tensor, spans: Sequence[tuple[int, int]] | None) -> None:
-        """Stop counting a slot's memory, of which views use `spans`; with None, count it again.
+        """Stop counting a slot's memory, where views use `spans`; with None, count it again.
 
         Pages outside of `spans` are returned to the system.
         """
@@ -235,7 +235,7 @@ class RecycledPages:
         """Return waiting pages to the system, now; those in use follow when they are released."""
         self.trim()
         with self._lock:
-            self._slabs.clear()  # those in use go with their last slot
+            self._slabs.clear()  # those in use are freed with their last slot
             self._closed = True
         self._close_returned()
 
@@ -318,7 +318,7 @@ class RecycledPages:
             self._reclaim(self.held + lacking - self._budget)
 
     def _reclaim(self, nbytes: int) -> None:
-        """Return at least `nbytes` of waiting pages to the system, if there are so many."""
+        """Return `nbytes` of waiting pages to the system, rounded up, or all if there are fewer."""
         # The largest first: each release costs a system call, and stalls the other threads.
         small: list[_AddressRange | Slab] = [*self._waiting, *self._slabs] if nbytes > 0 else []
         for addresses in sorted(small, key=lambda addresses: addresses.spare_small(), reverse=True):
@@ -352,7 +352,7 @@ def fresh_map(nbytes: int) -> mmap.mmap:
 
 
 def fresh_memory(nbytes: int) -> torch.Tensor:
-    """Return uint8 memory of zeros in its own map, which goes with its last view."""
+    """Return uint8 memory of zeros in its own map, which is unmapped with its last view."""
     return torch.frombuffer(fresh_map(nbytes), dtype=torch.uint8)
 
 

@@ -10,7 +10,7 @@ in `_live`, and stays there if it is interrupted.
 Note: locking in parallel to reading. Zeroing pages and locking them may take as long as filling
 them from a disk. `RegisteredMemory.make` therefore only maps, in microseconds, and memory is locked
 later, on any thread, while other threads read into it: direct reads and the driver both find the
-existing pages, or have the kernel create them, and neither changes bytes of the other.
+existing pages, or have the kernel create them, and neither changes the other's bytes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Registration:
         """
         if self.registering and not self.maker.unregister(self):
             return
-        _live.pop(self.address, None)  # the map goes with the last reference to this owner
+        _live.pop(self.address, None)  # the map is freed with the last reference to this owner
 
 
 class RegisteredSlab:
@@ -147,8 +147,8 @@ def release_dropped(
 ) -> None:
     """Release all registered memory that no tensor uses any more.
 
-    Called when the last view of some memory goes, on any thread, and before memory is allocated,
-    for memory whose release was not possible earlier. `is_finalizing` is a default argument because
+    Called on any thread when the last view of some memory is dropped, and before each allocation,
+    for memory that could not be released earlier. `is_finalizing` is a default argument because
     the names of this module may be gone when the interpreter ends.
     """
     if is_finalizing():
@@ -170,7 +170,7 @@ class RegisteredMemory:
 
     `cuda` has the driver's functions: torch.cuda, or a substitute. `device` is the device that they
     are called for. Memory whose views outlive their slot stays registered, and counts towards
-    `budget` (bytes; None: no limit): further allocations wait for it for a moment.
+    `budget` (bytes; None: no limit): further allocations wait briefly for it to be released.
     """
 
     def __init__(
@@ -195,8 +195,8 @@ class RegisteredMemory:
     def make(self, nbytes: int) -> torch.Tensor:
         """Return uint8 memory of `nbytes` bytes (whole pages), for `lock` to page-lock.
 
-        It has zeros, or, in a slab, undefined contents. It is unregistered and unmapped when its
-        last view goes. Raises OSError.
+        It contains zeros or, in a slab, undefined bytes. It is unregistered and unmapped with its
+        last view. Raises OSError.
         """
         with self._accounting:
             if nbytes * _SMALL <= self._slab_bytes:
@@ -331,7 +331,7 @@ class RegisteredMemory:
         """Return the slab that contains a slot's memory, or None."""
         return self._parts.get(memory.data_ptr())
 
-    # Accounts ---------------------------------------------------------------------------------
+    # Accounting -------------------------------------------------------------------------------
 
     def used(self) -> int:
         """Return the bytes of slots that are not detached, and of unused slab memory."""
@@ -349,7 +349,7 @@ class RegisteredMemory:
             self._detached_bytes += memory.nbytes if spans is not None else -memory.nbytes
 
     def track_user(self, memory: torch.Tensor, user: SlabUser) -> None:
-        """Delay the release of memory until the pending events of its user have passed."""
+        """Delay the release of memory until the pending events of its user are complete."""
         address = memory.data_ptr()
         slab = self._parts.get(address)
         registration = _live.get(address) if slab is None else slab.registration
@@ -359,7 +359,7 @@ class RegisteredMemory:
             slab.users[address] = weakref.ref(user)
 
     def close(self) -> None:
-        """Release memory whose release failed when its last view went."""
+        """Retry the releases that failed when the last view was dropped."""
         with self._accounting:
             self._collect_returned()
             self._slabs.clear()  # each is freed with its last slot

@@ -23,14 +23,14 @@ from tierstore.tiers.workers import Job, Workers
 
 
 class NotCheckedError(TierStoreError):
-    """A part of a group was read whose group must be read as a whole, to be verified.
+    """A part was read of a group that must be read and verified as a whole.
 
     Users never see it: the caller reads the whole group instead.
     """
 
 
 class DiskReader:
-    """Reads groups with several threads and verifies them, as `verify` says.
+    """Reads groups with several threads, and verifies them as configured by `verify`.
 
     Groups in `fetched` are verified at the first read whatever `verify` says.
     """
@@ -83,7 +83,7 @@ class DiskReader:
         return self._trusts(entry) or (checked and self._verify != "always")
 
     def read_part(self, entry: GroupEntry, buffer: memoryview, offset: int) -> int:
-        """Read `len(buffer)` bytes of a group, from byte `offset` of it on.
+        """Read `len(buffer)` bytes of a group, starting at byte `offset`.
 
         Both are multiples of a page. Returns the bytes requested. Raises the errors of `read`, and
         NotCheckedError if the files have changed since the group was verified: the whole group must
@@ -183,7 +183,7 @@ class DiskReader:
     def _is_checked(
         self, entry: GroupEntry, source: Source, stamps: Mapping[str, FileStamp]
     ) -> bool:
-        """Return whether a group needs no check, as its files have not changed since the last."""
+        """Return whether a group needs no check: it is trusted, or unchanged since the last one."""
         if self._trusts(entry):
             return True
         verified, with_stamps = self._verified.get(entry, (None, None))
@@ -191,7 +191,7 @@ class DiskReader:
 
 
 def _parts_within(read: Iterable[ReadPiece], offset: int, nbytes: int) -> Iterator[ReadPiece]:
-    """Yield the parts of `read` in `nbytes` bytes of a group from `offset` on.
+    """Yield the parts of `read` that lie in `nbytes` bytes of a group from `offset`.
 
     Their places are relative to `offset`.
     """

@@ -59,7 +59,7 @@ CACHE = "remote"
 
 @dataclass(eq=False, frozen=True)
 class RemoteSource:
-    """The location of a group's bytes in `objects` of a store, by URL, and in the packed group."""
+    """The segments of a group, and the `objects` that contain them, by URL."""
 
     segments: tuple[Segment, ...]
     objects: Mapping[str, RemoteObject]
@@ -152,7 +152,7 @@ def fetch(
 def cache_key(packing: Packing, source: RemoteSource, number: int) -> str:
     """Return the name of a fetched group. It changes when the objects do.
 
-    `number` distinguishes groups of the very same bytes: each has its own file.
+    `number` distinguishes groups with identical bytes: each has its own file.
     """
     rows = sorted(
         (

@@ -153,7 +153,7 @@ class ServiceLink:
         return wire.lease(group, number)
 
     def release(self, lease: SharedLease) -> None:
-        """Release a lease, whose memory is used neither by views nor by a device any more."""
+        """Release a lease whose memory no view and no device uses any longer."""
         nbytes = lease.memory.nbytes
         if self.private:
             lease.wire.map.refresh(lease.offset, nbytes)
@@ -179,7 +179,7 @@ class ServiceLink:
     def upload(
         self, key: str, tensors: Iterable[TensorSpec], nbytes: int, data: Iterable[memoryview]
     ) -> None:
-        """Upload tensors that lie in `nbytes` bytes, the parts of `data`, for all workers.
+        """Upload tensors for all workers. `data` yields the `nbytes` bytes that contain them.
 
         Returns when they are on disk. Raises the errors of a put, or ServiceLostError.
         """

@@ -146,11 +146,11 @@ class Wire:
     # Asking ------------------------------------------------------------------------------------
 
     def new_request(self) -> int:
-        """Return a number for a request."""
+        """Return the number of the next request."""
         return next(self._requests)
 
     def ask(self, request: int, message: Message, kind: type[M], key: str = "") -> M:
-        """Send a request, and wait for its answer, which has this type.
+        """Send a request, and wait for its answer, which must be a `kind`.
 
         Raises the error that the service answers with (about the group `key`), or ServiceLostError.
         """
@@ -197,7 +197,7 @@ class Wire:
                 data, beside = data[sent:], []
 
     def _wait_writable(self) -> None:
-        """Wait until the service reads on. Raises ServiceLostError once the connection has ended.
+        """Wait until the service reads again. Raises ServiceLostError if the connection has ended.
 
         A suspended service reads nothing, and `close` must not wait for it.
         """

@@ -9,8 +9,8 @@ fragmentation would waste memory, because free ranges between slots may each be 
 next one. The file is therefore `RANGES` times as large, which costs only addresses: free ranges
 have no pages. Robson (1977) gives the upper bound for first fit by the lowest offset: about log2(n)
 times the bytes in use, where n is the ratio of the largest to the smallest slot size. That is 16
-for slots from 4 KiB to 256 MiB in the worst possible order; wider size ranges exceed it in such an
-order only. Hence slots never move.
+for slots from 4 KiB to 256 MiB in the worst possible order. Only such an order of a wider range of
+sizes exceeds it, so slots never have to move.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SharedArena:
     `size` is the length of the file in bytes, most of which never takes memory. The caller of
     `make` and `free`, such as an `Arena`, enforces the budget.
 
-    Raises MemoryError or OSError if the system grants no such file, or no addresses for it.
+    Raises MemoryError or OSError if the system cannot provide the file or its addresses.
     """
 
     def __init__(self, budget: int) -> None:
@@ -114,9 +114,9 @@ class SharedArena:
     def make(self, nbytes: int) -> torch.Tensor:
         """Return uint8 memory of `nbytes` bytes in its own whole pages, with undefined contents.
 
-        Its offset in the file is a multiple of `CHUNK` if it has as many bytes, and of a page
-        otherwise. Its whole chunks are in huge pages from the start, if available; the rest takes
-        memory when it is touched. Raises MemoryError if no free range is long enough.
+        Its offset in the file is a multiple of `CHUNK` if it has at least that many bytes, and
+        of a page otherwise. Its whole chunks are in huge pages from the start, if available; the
+        rest takes memory when it is touched. Raises MemoryError if no free range is long enough.
         """
         if nbytes <= 0:
             raise ValueError(f"{nbytes} is not a positive number of bytes: ask for at least 1")
@@ -142,8 +142,8 @@ class SharedArena:
         """Return the pages of memory to the system at once, and free its range.
 
         Remaining readers see zeros, and later the contents of the next slot there. Memory passed to
-        `keep` stays. Raises ValueError for other memory, and OSError if the system refuses; the
-        memory stays then.
+        `keep` stays. Raises ValueError for other memory, and OSError if the system refuses, which
+        leaves the memory allocated.
         """
         offset = self.offset_of(memory)
         if offset in self._kept:
@@ -233,7 +233,7 @@ class SharedMap:
         return self._map[offset : offset + nbytes]
 
     def close(self) -> None:
-        """Return no more views. The map goes with the last tensor over it."""
+        """Stop returning views. The map is removed with the last tensor over it."""
         self._map = memoryview(b"")
 
 

@@ -64,7 +64,7 @@ class Slab:
         return self._spare
 
     def release_small(self, nbytes: int) -> int:
-        """Return spare pages to the system, as few as make `nbytes`. Returns the bytes."""
+        """Return up to `nbytes` of spare pages, rounded up, to the system. Returns the bytes."""
         wanted = min(round_up(nbytes, PAGE), self._spare)
         given = 0
         for offset, length in self._free:

@@ -3,8 +3,8 @@
 A view of a leased tensor may outlive its lease: a module keeps `weight.t()`, a cache has a row of a
 table, numpy an array over a bias. No code can list these views, but their memory can be tracked.
 Each tensor of a slot has its own storage, and all of these hold one token. While the token exists,
-views exist, and the slot serves no other group: it is *detached*. The views go on showing the
-weight, as in plain torch, and the memory counts as theirs, not as the tier's, until they are gone.
+views exist, and the slot serves no other group: it is *detached*. The views still show the weight,
+as in plain torch. Until they are gone, the memory does not count against the tier's budget.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class DetachedSlots:
                 self.slots[number] = DetachedSlot(detached.slot, group, live, detached.end)
 
     def close(self) -> None:
-        """Drop all slots: their memory goes with the last view."""
+        """Drop all slots. Each is freed with its last view."""
         for slot in self:
             slot.memory = None
         self.slots.clear()

@@ -4,8 +4,8 @@ Nothing stays behind when the process is killed, and no other process can open t
 page multiples, found first-fit.
 
 Overwriting is about twice as fast as writing new blocks, so blocks are not returned to the file
-system as soon as they are free: the next step spills as much as this one. They are kept while the
-file system has at least as many bytes free besides.
+system as soon as they are free: the next step spills as much as this one. They are kept while at
+least the same number of bytes is free in the file system.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Spill:
 
     @guarded
     def _find_space(self, nbytes: int) -> tuple[int, bool]:
-        """Return an offset, and whether it is behind the last group."""
+        """Return an offset, and whether it is past the last group."""
         found = self._free.take(nbytes)
         if found is not None:
             return found, False
@@ -146,7 +146,7 @@ class Spill:
         return self._end < end and self._size > self._end
 
     def trim(self) -> int:
-        """Return the space behind the last group to the file system. Returns the bytes."""
+        """Return the space past the last group to the file system. Returns the bytes."""
         return self._trim(lambda behind: behind > 0)
 
     def _trim(self, worth_it: Callable[[int], bool]) -> int:
@@ -161,7 +161,7 @@ class Spill:
         return 0
 
     def take_extent(self, nbytes: int) -> SpillExtent:
-        """Return an extent for a group that is mapped while it is away. Raises as `take`."""
+        """Return an extent for a group that can be mapped while spilled. Raises as `take`."""
         return SpillExtent(self.take(nbytes), nbytes, self._unused_extents)
 
     def save_in(
@@ -200,7 +200,7 @@ class Spill:
         """Write a group's packed bytes. Returns their offset, and the source to read them from.
 
         `run_parallel` runs the parts of the work, such as `Workers.run_parallel`. Raises
-        DiskFullError or TransferError, and takes no space then.
+        DiskFullError or TransferError, after freeing the space.
         """
         checks: dict[int, Check] = {}
         start = self.take(len(data))
@@ -233,5 +233,5 @@ class Spill:
 
     def close(self) -> None:
         """Close the file, which frees its space."""
-        with contextlib.suppress(OSError):  # its data is not needed any more
+        with contextlib.suppress(OSError):  # its data is no longer needed
             self._file.close()

@@ -77,7 +77,7 @@ class Workers:
             for thread in self._threads:
                 thread.start()
                 started.append(thread)
-        except BaseException:  # the system starts no more threads: end the others
+        except BaseException:  # the system cannot start another thread: end the others
             self._threads = started
             self.stop()
             raise
@@ -133,9 +133,9 @@ class Workers:
         return any(thread.is_alive() for thread in self._threads)
 
     def stop(self, ends: float | None = None) -> bool:
-        """Finish the queued jobs, then end. Returns whether all threads have ended by then.
+        """Finish the queued jobs, then end. Returns whether all threads end in time.
 
-        `ends` is a time of `time.monotonic`; None: in ten seconds.
+        `ends` is the deadline (`time.monotonic`); None means ten seconds from now.
         """
         ends = time.monotonic() + PATIENCE if ends is None else ends
         with self._ready:
@@ -196,9 +196,9 @@ class SerialExecutor:
         return thread is self._thread
 
     def stop(self, ends: float | None = None) -> bool:
-        """Finish the queued jobs, then end. Returns whether the thread has ended by then.
+        """Finish the queued jobs, then end. Returns whether the thread ends in time.
 
-        `ends` is a time of `time.monotonic`; None: in ten seconds.
+        `ends` is the deadline (`time.monotonic`); None means ten seconds from now.
         """
         ends = time.monotonic() + PATIENCE if ends is None else ends
         self._stopping = True

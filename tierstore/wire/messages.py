@@ -6,8 +6,8 @@ of the Unix socket. A successful decode proves nothing: the receiver validates t
 
 A worker sends `Hello`, and the service answers with `Welcome` (and the descriptor of its arena) or
 with `Refused`. After that, each request of the worker has a number that the answer repeats;
-`Release`, `Cancel` and `Forget` have no answer. The service sends `Allowance` and `Reclaim`
-unasked. Any process of the same user may send `Status` without a hello.
+`Release`, `Cancel` and `Forget` have no answer. `Allowance` and `Reclaim` from the service are
+unsolicited. Any process of the same user may send `Status` without a hello.
 
 Sizes and offsets are in bytes.
 """
@@ -30,7 +30,7 @@ MAX_DESCRIPTORS = 128
 """Maximum file descriptors beside one message; the system allows 253."""
 
 UPLOAD = 1 << 19
-"""Bytes of a part of an upload."""
+"""Size of a part of an upload, in bytes."""
 
 HELD_SECONDS = 30.0
 """Seconds after which a lease that others wait for is reported, in the log and by `ps`."""
@@ -78,8 +78,8 @@ class Hello(Message):
 class Welcome(Message):
     """The service accepts the worker, and passes a read-only descriptor of the arena.
 
-    `directory` is where the service keeps object files. `budget` is the maximum of bytes of groups
-    in the arena, `arena` the length of its file, `allowance` the bytes that this worker may lease
+    `directory` is where the service keeps object files. `budget` is the maximum bytes of groups in
+    the arena, `arena` the length of its file, `allowance` the bytes that this worker may lease
     at once.
     """
 
@@ -121,7 +121,7 @@ class Open(Message):
 
 
 class CloseFile(Message):
-    """The worker will register no more groups in this file."""
+    """The worker will not register further groups in this file."""
 
     file: Number
 
@@ -266,7 +266,7 @@ class Failed(Message):
 
 
 class Allowance(Message):
-    """New limit of the bytes that the worker may lease at once."""
+    """New limit on the bytes that the worker may lease at once."""
 
     nbytes: Number
 
@@ -294,8 +294,8 @@ class WorkerRow(Row):
 
     `since` is when it connected (seconds since 1970). `groups` counts the groups it registered,
     `leases` its leases, of `leased_bytes` bytes, and `longest_lease` is the age of the oldest one
-    in seconds. `waits` counts the leases that it waits for, since `waiting` seconds. `granted`,
-    `hits` and `granted_bytes` are totals.
+    in seconds. `waits` counts its pending lease requests, and `waiting` is the age of the oldest in
+    seconds. `granted`, `hits` and `granted_bytes` are totals.
     """
 
     pid: Number

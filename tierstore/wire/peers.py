@@ -21,7 +21,7 @@ class ForeignServiceError(PermissionError):
 def peer_of(connected: socket.socket) -> tuple[int, int]:
     """Return the process and user id at the other end of a Unix socket.
 
-    They are those of the time when it began to listen, or connected.
+    They date from when it began to listen or connected.
     """
     raw = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     process, user, _ = _CREDENTIALS.unpack(raw)

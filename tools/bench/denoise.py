@@ -153,7 +153,7 @@ def disk_speed(checkpoint: Path) -> float:
 
 
 def likeness(runs: list[Run], reference: Run) -> str:
-    """Compare the image to that of the ordinary model after as many steps."""
+    """Compare the image to that of the ordinary model after the same number of steps."""
     last = min(len(runs[0]["images"]), len(reference["images"])) - 1
     one, other = runs[0]["images"][last], reference["images"][last]
     if torch.equal(one, other):

@@ -1,10 +1,10 @@
 """Editing all weights of a model larger than RAM
 
 A Flux transformer of 3.8 GB in float32 (6 double and 12 single blocks of 12 heads), from one
-safetensors file, with a budget of 300 MB. Each way is a separate process. The figure is the peak of
-anonymous memory, above that of the process before, from offloading the model until it has run with
-the edited weights. The claim: the budget and two groups. The control keeps a list of all
-parameters, so the store cannot detect when an edit of one is finished.
+safetensors file, with a budget of 300 MB. Each way is a separate process. The figure is the peak
+increase of anonymous memory from offloading the model until it has run with the edited weights. The
+claim: the budget and two groups. The control keeps a list of all parameters, so the store cannot
+detect when an edit of one is finished.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ models reuse experts sooner.
 
 The budget is 25 % of the weights, in a control group of RAM including page cache. The contenders
 are `from_pretrained` of tierstore and accelerate's `disk_offload`. Each run is a separate process
-with a cold page cache; the contenders take turns. Files that they write before the first run
-(stacks of the checkpoint's experts, accelerate's folder) are written beforehand, without a limit.
+with a cold page cache; the contenders take turns. The files that they need (stacks of the
+checkpoint's experts, accelerate's folder) are written before the first run, without a limit.
 
 In a separate run, a hook before each experts module compares the router's selection to
 `store.snapshot()`, to count the bytes of selected experts that are not in RAM.

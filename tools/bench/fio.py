@@ -16,7 +16,7 @@ READS = ("psync 16M x4", "psync 32M x2", "libaio 1M q16", "libaio 8M q4", "io_ur
 ROOMY = "psync 16M x16"
 """A configuration whose buffers, 256 MiB in all, exceed the CPU caches.
 
-So do those of any program that keeps the data. The other configurations read into the same few MiB
+The buffers of any program that keeps the data do so too. The others read into the same few MiB
 repeatedly, which is faster on some machines.
 """
 

@@ -67,7 +67,7 @@ def entered(cell: str, passes: int, *, whole_blocks: bool = False) -> Entered:
 
 @dataclass(frozen=True)
 class Reached:
-    """A plan's seconds, its ratio to the bound, and its bytes to the device by the minimum."""
+    """A plan's seconds, its ratio to the bound, and its bytes to the device / the minimum."""
 
     by_bound: float
     bytes_by_least: float

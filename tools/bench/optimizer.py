@@ -10,7 +10,7 @@ same sizes, are read and written concurrently in the same proportion with direct
 engine without a store, and by fio (if installed). The fastest of them is the reference. A step also
 computes, so the page also lists the duration of the same step in RAM.
 
-Parameters and states must be bit-identical to those of torch's AdamW after as many steps.
+Parameters and states must be bit-identical to those of torch's AdamW after equally many steps.
 """
 
 from __future__ import annotations

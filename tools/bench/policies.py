@@ -206,7 +206,7 @@ def with_compute(trace: Trace, budget: int, ratio: float) -> Outcome:
     return simulate(trace.groups, uses, budgets, bandwidth={TO_HOST: DISK_BANDWIDTH})
 
 
-# --- what planning costs --------------------------------------------------------------------------
+# --- cost of planning -----------------------------------------------------------------------------
 
 HISTORY = 8192
 MEASURED = 2000

@@ -1,9 +1,9 @@
 """Quantising a model larger than RAM
 
 A Flux transformer of 3.8 GB in bfloat16 (12 double and 24 single blocks of 12 heads), quantised to
-torchao's int8, with a budget of 500 MB. Each way is a separate process. The figures are the peak of
-anonymous memory, above that of the process before, until the model is on the store, and the seconds
-until then. Requires the quantisation libraries (`pip install 'tierstore[quantised]'`).
+torchao's int8, with a budget of 500 MB. Each way is a separate process. The figures are the peak
+increase of anonymous memory and the seconds until the model is on the store. Requires the
+quantisation libraries (`pip install 'tierstore[quantised]'`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Context managers that slow down the disk and page-locking to known speeds.
 
-So the overhead of this machine itself has little weight.
+The overhead of the machine itself then has little weight.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Accelerator:
         return int(self.module.memory_allocated(self.device))
 
     def peak_reserved(self) -> int:
-        """Return the peak of reserved bytes since `start_over`."""
+        """Return the peak of reserved bytes since `reset`."""
         return int(self.module.max_memory_reserved(self.device))
 
     def reset(self) -> None:

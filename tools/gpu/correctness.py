@@ -85,7 +85,7 @@ class Correctness:
         """Run two threads whose streams read groups later than the threads release them.
 
         `wrong` counts reads of values of another group, `astray` store calls that changed a
-        thread's stream. `turnover` is the bytes copied to the device, by the bytes of all groups.
+        thread's stream. `turnover` is the bytes copied to the device / the bytes of all groups.
         """
         wrong: list[torch.Tensor] = []
         astray = [0, 0]

@@ -1,6 +1,6 @@
 """Hazards of page-locked memory that is unmapped before it is unregistered.
 
-Then the device reads stale values from memory that is later mapped at the same addresses, in any
+The device then reads stale values from memory that is later mapped at the same addresses, in any
 library of the process. Each line may leave the driver in that state, so it is the last of its
 process.
 """

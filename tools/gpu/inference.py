@@ -85,7 +85,7 @@ class Inference:
         yield self._in_ram().to(self.bench.device), None
 
     def ours(self, ram: float, device: int, **cut: Any) -> Prepared:
-        """Use a store with RAM for the share `ram` of the weights, and `device` bytes of device."""
+        """Use a store with RAM for `ram` of the weights, and `device` bytes of device memory."""
 
         @contextmanager
         def prepared(place: Path) -> Iterator[tuple[FluxShaped, TierStore]]:

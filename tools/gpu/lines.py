@@ -23,7 +23,7 @@ TIME = NOT_RUN + "time"
 
 
 class Unavailable(Exception):
-    """Raised if a line cannot be measured on this machine. The message says what is missing."""
+    """Raised if a line cannot be measured on this machine. The message names the reason."""
 
 
 class Postponed(Exception):

@@ -9,9 +9,9 @@ in-place changes, so the check is repeated here. Restored tensors have the same 
 dtype and device (with index) as the saved ones, and gradients are bit-equal.
 
 Bytes are copied once per storage and version, however many saved tensors view them. They stay in
-the store as long as the graph: unpacking twice (`retain_graph`) works, and a dropped graph leaves
-nothing behind. On an accelerator, copies overlap the forward pass. In the backward pass, tensors
-are prefetched in reverse order of packing.
+the store as long as the graph exists: unpacking twice (`retain_graph`) works, and a dropped graph
+leaves nothing behind. On an accelerator, copies overlap the forward pass. In the backward pass,
+tensors are prefetched in reverse order of packing.
 
 Tensors that are not offloaded are counted by reason in `store.stats().activations.skipped`.
 """
@@ -106,7 +106,7 @@ class ActivationOffload:
 
     Attributes:
         store: the store that holds the activations.
-        min_size: minimum size in bytes; smaller pieces of memory stay in memory.
+        min_size: minimum size in bytes; smaller pieces are not offloaded.
     """
 
     def __init__(self, store: TierStore, min_size: int, modules: Iterable[nn.Module]) -> None:
@@ -214,7 +214,7 @@ def offload_activations(
             loss = model(x)
         loss.backward()
 
-    Works around the forward pass of any model; the backward pass can run inside or outside the
+    Enclose the forward pass of any model; the backward pass can run inside or outside the
     block. Restored tensors have the same bytes, shape, strides, dtype and device, so gradients are
     bit-equal. `store.stats().activations` counts tensors that are not offloaded, by reason. Built
     on `torch.autograd.graph.saved_tensors_hooks`: if several such hooks are nested, only the
@@ -228,8 +228,8 @@ def offload_activations(
     Args:
         store: the store that holds the activations. A store serves one device; for a model on
             several devices, nest one context per store.
-        min_size: minimum bytes, as an int or a string such as `"1MB"`; smaller pieces of memory
-            stay in memory.
+        min_size: minimum bytes, as an int or a string such as `"1MB"`; smaller pieces are not
+            offloaded.
         model: one or more modules whose parameters and buffers are never offloaded, however they
             are viewed. Without it, buffers and detached frozen parameters count as activations.
 
@@ -255,7 +255,7 @@ def _unpack(unpack: Unpack) -> torch.Tensor:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is just strided memory, of no special class or kind."""
+    """Return whether a tensor is an ordinary strided one, of no special class or kind."""
     return (
         type(tensor) in PLAIN_TYPES
         and has_address(tensor)

@@ -36,10 +36,10 @@ from tierstore.system.views import byte_view
 from tierstore.torch_private import storage_id, storage_of, version_of
 
 PREFETCHED_PIECES = 8
-"""Number of pieces to prefetch in a backward pass."""
+"""Number of pieces to prefetch ahead of each read in a backward pass."""
 
 ORDER_LENGTH = 256
-"""Number of pieces, freed ones included, up to which a thread's order is not compacted."""
+"""Length at which a thread's order is first compacted, counting freed pieces."""
 
 PENDING = 64 << 20
 """Maximum bytes of copied pieces that stay on the device while their copies run."""
@@ -325,9 +325,9 @@ class SavedTensorCache:
     def release_copied(self, *, keep_newest: int | None = None) -> None:
         """Free the memory of pieces whose copies have completed.
 
-        With `keep_newest`, also free copies in progress, the oldest first, except that many newest,
-        until few bytes are pending. Their stream then waits for the copies before it continues, as
-        it may be allocated that memory next. The caller never blocks.
+        With `keep_newest`, also free the memory of copies in progress, the oldest first, until few
+        bytes are pending or only the newest `keep_newest` remain. Their stream then waits for the
+        copies, because its next allocation may reuse the memory. The caller never blocks.
         """
         while self._unreferenced:
             self._stored_bytes -= self._unreferenced.popleft()

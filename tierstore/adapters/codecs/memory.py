@@ -14,7 +14,7 @@ from tierstore.system.views import set_storage
 from tierstore.torch_private import negative_view, storage_at, storage_id
 
 ALIGNMENT = 64
-"""Alignment in bytes of a slice's start, the same as torch's CPU memory has."""
+"""Alignment in bytes of a slice's start, as for torch's CPU memory."""
 
 
 def has_address(tensor: torch.Tensor) -> bool:
@@ -120,7 +120,7 @@ class Geometry:
     def span(self, nbytes: int) -> tuple[int, int]:
         """Return the byte range (start, stop) to save, of a storage of `nbytes` bytes.
 
-        The whole storage, unless the tensor is a narrow slice of it.
+        This is the whole storage, unless the tensor is a narrow slice of it.
         """
         if 0 in self.size:
             return 0, 0

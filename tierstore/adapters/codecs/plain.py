@@ -14,7 +14,7 @@ from tierstore.torch_private import like, swap
 
 
 class PlainCodec:
-    """Codec for plain tensors, each of which is its own only part."""
+    """Codec for plain tensors. The only part of a plain tensor is the tensor itself."""
 
     def accepts(self, tensor: torch.Tensor) -> bool:
         """Return whether a tensor is strided memory with a supported dtype."""

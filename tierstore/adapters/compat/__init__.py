@@ -3,7 +3,8 @@
 The adapters support plain PyTorch. A library's own conventions (an attribute that marks a block, an
 unusual weight class, hooks of its own offloading) are in its file in this folder, as a `Library`
 that overrides the methods it needs. Files in this folder are found automatically: a new library
-needs only a new file. None of them imports its library unless other code has.
+needs only a new file. Importing these files imports no library. Only `mark`, `loading` and
+`read_single_file` import the library themselves, if it is installed.
 
 Functions of libraries that are replaced, and why the library's hooks do not suffice:
 

@@ -4,7 +4,7 @@ A 4-bit weight (`Params4bit`) has a `quant_state`, which may contain a nested on
 (`Int8Params`) has its values and scales in attributes until its first run; after that, they are in
 the `state` of the module, and the weight shares their memory. Written for bitsandbytes 0.50.
 
-Its autograd functions save packed weights and quantisation states in attributes of their graph
+The library's autograd functions save packed weights and quantisation states in attributes of graph
 nodes, where no hook sees them. The nodes of a unit are searched after its run, and each view of
 leased memory is replaced by a reference. A node gets its tensors back while it runs.
 """

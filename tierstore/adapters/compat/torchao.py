@@ -3,7 +3,7 @@
 diffusers and transformers call torchao's `quantize_` on each layer as soon as it is loaded, in
 memory. Here the call is deferred until all layers are mapped from their files; then a few layers at
 a time are quantised, and the results are written to the store's directory. On the next start, the
-results are found by the files' bytes and the configuration. `quantize_` then runs on the meta
+results are looked up by the source files and the configuration. `quantize_` then runs on the meta
 device, without computing anything, to obtain the structure of each weight.
 """
 
@@ -92,7 +92,7 @@ class DeferredQuantize:
         if next(module.children(), None) is not None:
             self._quantize(module, *arguments, **named)
             return
-        # The repr of a function has its address. Skip functions: they only filter layers.
+        # Skip functions: they only filter layers, and their repr contains an address.
         said = [each for each in (*arguments, *named.values()) if not callable(each)]
         how = f"{self._version} {said!r}"
 

@@ -57,7 +57,7 @@ class Transformers(Library):
         }
 
     def is_cache(self, value: object) -> bool:
-        """Return whether a value is a `Cache`, or one layer of one."""
+        """Return whether a value is a `Cache` or a layer of one."""
         return hasattr(value, "get_seq_length") or hasattr(value, "update_conv_state")
 
     def tied_names(self, module: nn.Module) -> Mapping[str, str]:
@@ -74,7 +74,7 @@ class Transformers(Library):
         return base if isinstance(base, str) else None
 
     def initializer(self, module: nn.Module) -> Callable[[nn.Module], object] | None:
-        """Return `_init_weights` of one of its models."""
+        """Return `_init_weights` if the module is a transformers model."""
         modeling: Any = sys.modules.get("transformers.modeling_utils")
         if modeling is None or not isinstance(module, modeling.PreTrainedModel):
             return None

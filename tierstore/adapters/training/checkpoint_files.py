@@ -1,4 +1,4 @@
-"""Writes, replaces and reads the files of a checkpoint of `torch.distributed.checkpoint`.
+"""Write, replace and read the files of a checkpoint of `torch.distributed.checkpoint`.
 
     __0_5.distcp   written by rank 0 in save number 5: chunks of tensors and other values, by
                    `torch.save`
@@ -191,7 +191,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def seal_metadata(pickled: bytes, sums: dict[str, FileSum]) -> bytes:
-    """Return the contents of `.metadata`."""
+    """Return the contents of `.metadata`: the pickle, the checksums of the files, and its own."""
     trailer = json.dumps({"format": FORMAT, "files": sums}, separators=(",", ":"))
     body = pickled + b"\n" + trailer.encode() + b"\n"
     return body + digest(body).encode()

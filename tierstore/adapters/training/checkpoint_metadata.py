@@ -1,4 +1,4 @@
-"""Reads `.metadata`, the pickle of a checkpoint, without importing or calling what it names.
+"""Read `.metadata`, the pickle of a checkpoint, without importing or calling what it names.
 
 Each class and function that the pickle names becomes a record of its name and arguments. The
 objects of `torch.distributed.checkpoint.metadata` are rebuilt from these records, field by field.

@@ -54,7 +54,7 @@ def check_training_arguments(
 def _parallel_wrapper_of(module: nn.Module) -> str | None:
     """Return the name of a data-parallel wrapper class around a part of the model, or None.
 
-    Classes are recognised by the name of their module, so torch.distributed is not imported.
+    Classes are recognized by the name of their module, so torch.distributed is not imported.
     """
     sharded = set(sharded_modules(module))
     kinds = dict.fromkeys(type(part) for part in modules_of(module) if part not in sharded)

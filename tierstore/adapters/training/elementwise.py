@@ -1,4 +1,4 @@
-"""Tests whether an optimizer is element-wise, so that it can step shards.
+"""Test whether an optimizer is element-wise, so that it can step shards.
 
 Each process steps its own rows of a sharded parameter. An optimizer that also depends on other
 elements (the mean of a row, the norm of a matrix) would silently compute a different result.

@@ -1,8 +1,8 @@
-"""Storage of frozen parameters: in the files that they came from, cached in RAM as space allows.
+"""Storage of frozen parameters: in their original files, cached in RAM as space allows.
 
 Frozen parameters never change, so they are groups like those of a model in inference: registered in
-place, never written back, and prefetched in the order that the store learns. A frozen parameter
-that is changed all the same becomes part of the training state.
+place, never written back, and prefetched in the order that the store learns. If a frozen parameter
+is changed anyway, it becomes part of the training state.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FrozenBuffer:
         return ViewLease(self.store.acquire(self.key))
 
     def ready(self) -> None:
-        """No-op: `tensors` can be used at once."""
+        """No-op: `tensors` can be used immediately."""
 
     def mark_expected(self) -> None:
         """No-op: the store tracks its copies."""

@@ -1,12 +1,12 @@
-"""Streams gradients from autograd to the store as soon as they are final.
+"""Stream gradients from autograd to the store as soon as they are final.
 
 During the backward pass, `parameter.grad` is None between accumulations. Each gradient that
 autograd accumulates is stored, or added to the stored one in autograd's own order. Afterwards,
 `parameter.grad` is bound to the stored gradient, as a CPU tensor. Edits made there (clipping,
 zeroing, setting to None, assigning another tensor) take effect in the next pass.
 
-For a sharded parameter, FSDP2 sets the gradient once all processes have reduced it, without a hook
-before that. So all gradients of sharded parameters are unbound when a backward pass begins.
+For a sharded parameter, FSDP2 sets the gradient once all processes have reduced it, and runs no
+hook before that. So all gradients of sharded parameters are unbound when a backward pass begins.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ More than one is open because a block's gradients do not arrive in the order of 
 
 @dataclass(slots=True)
 class _Copy:
-    """A gradient that is being copied from the device, kept until the event `copied`.
+    """A gradient that is being copied from the device, kept until the event `copied` completes.
 
     `made_on` is the stream that computed it. `gradient` becomes None once that stream waits for
     the copy, so its memory may be reused.
@@ -209,7 +209,7 @@ class Gradients:
         parameter.grad = self._bound[name] = bound
 
     def discard(self) -> None:
-        """Free the buffer, and give each bound gradient memory of its own."""
+        """Free the buffer, after moving each bound gradient to separate memory."""
         self.close()
         for name in self._bound:
             parameter = self.parameters[name]
@@ -315,7 +315,7 @@ class GradientStreamer:
             if is_distributed(parameter):
                 in_place = gradients.bound_gradient(name) is parameter.grad
                 self.begin()
-                if in_place:  # no hook announced this pass: FSDP2 has added to the bound gradient
+                if in_place:  # no hook ran in this pass: FSDP2 has added to the bound gradient
                     return
                 self._turn_to(gradients)
             gradients.add(name, parameter)

@@ -1,4 +1,4 @@
-"""Loads a training run from a checkpoint of `torch.distributed.checkpoint`."""
+"""Load a training run from a checkpoint of `torch.distributed.checkpoint`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _on_all(ranks: Any, step: str, do: Callable[[], Any]) -> Any:
 class _Loading:
     """A checkpoint that matches a model and an optimizer.
 
-    The constructor checks that it does, raises ValueError otherwise, and changes nothing.
+    The constructor raises ValueError if it does not match. It changes nothing.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Splits batches into microbatches and accumulates their gradients."""
+"""Split batches into microbatches, and accumulate their gradients."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class _Part:
         return self.model(*args, **kwargs)
 
     def backward(self, gradients: Sequence[Any], before: list[int], *, again: bool) -> None:
-        """Run the backward pass of this part; `again` keeps its graph for another one.
+        """Run the backward pass of this part. With `again`, keep its graph for another pass.
 
         `before` is the number of rows of each gradient that belong to earlier parts; this part's
         rows are added to it.

@@ -405,7 +405,7 @@ class OffloadModel(nn.Module):
         return self._group_of.get(id(parameter))
 
     def disable(self) -> nn.Module:
-        """Restore the original module on the CPU, with memory of its own, and return it."""
+        """Restore the original module on the CPU, in memory outside the store, and return it."""
         release_claims([self, *modules_of(self.module)])
         self._attachment.detach()
         self._gradient_streamer.stop()

@@ -54,7 +54,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     Args:
         model_or_params: an `OffloadModel`, any other module, or an iterable of parameters or
             parameter groups. Parameters outside a store stay where they are; their states are
-            stored all the same.
+            still stored.
         store: the store for the states.
         optimizer_class: a class that updates each parameter independently, such as
             `torch.optim.AdamW`. For parameters sharded by `fully_shard`, it must be element-wise.
@@ -192,8 +192,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Attribute that `torch.amp.GradScaler` reads before a step.
 
         GradScaler keeps its scale on the loss's device. For gradients on the CPU, it copies the
-        scale without waiting and multiplies at once, by uninitialised memory. This property raises
-        RuntimeError instead.
+        scale without waiting, and multiplies immediately, by uninitialized memory. This property
+        raises RuntimeError instead.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
         if self.store.device.type != "cpu" and any(p.device.type == "cpu" for p in parameters):

@@ -4,9 +4,9 @@ For each *region*, only the inputs are saved, in the store: see `tierstore.check
 which is `torch.utils.checkpoint` in its non-reentrant form. That keeps autograd's own graph, and so
 the order in which gradients accumulate. Recomputed tensors are freed as soon as the graph has used
 them.
-The first run is an ordinary call. Later runs work on copies of the module buffers as they were
-before it, and of inputs that the region changes in place. So they compute the same values, without
-side effects.
+The first run is an ordinary call. Later runs use copies of the module buffers from before that
+call, and copies of inputs that the region changes in place. So they compute the same values,
+without side effects.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tierstore.torch_private import tree_map
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 SMALL = 64 << 10
-"""Bytes. Copies of smaller buffers are kept without comparing them to the buffer.
+"""Size in bytes below which the copy of a buffer is kept without a comparison.
 
 On an accelerator, the comparison would have to wait for the device.
 """
@@ -109,7 +109,7 @@ class Buffers:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Give the modules copies of the buffers in the snapshot, for the duration of the block."""
+        """Replace the modules' buffers by copies of the snapshot within the block."""
         now = [(buffers, name, buffers.get(name)) for buffers, name, _, _ in self._before]
         for buffers, name, _, before in self._before:
             buffers[name] = None if before is None else before.clone()
@@ -139,8 +139,8 @@ def recomputed(module: nn.Module, offload: ActivationOffload) -> Run:
 def chain(module: nn.Module, slices: list[Slice], offload: ActivationOffload) -> Run:
     """Return a forward that makes each slice of an `nn.Sequential` a region.
 
-    It uses the children that the module has at the time of the call. If the class was given another
-    forward meanwhile, that forward runs without checkpointing.
+    It uses the children that the module has at the time of the call. If the class has another
+    forward by then, that forward runs without checkpointing.
     """
     chained: list[nn.Module] = []
     regions: list[tuple[Region, Callable[..., Any]]] = []

@@ -1,4 +1,4 @@
-"""Saves a training run as a checkpoint of `torch.distributed.checkpoint`, or exports its weights.
+"""Save a training run as a checkpoint of `torch.distributed.checkpoint`, or export its weights.
 
     model.<name>                            parameters, buffers, extra state of modules
     optimizer.state.<parameter>.<state>
@@ -112,7 +112,7 @@ def first_rank_error() -> Iterator[None]:
 
 
 def extra_states(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the extra states of modules, whole. torch flattens dicts and turns keys into text."""
+    """Return the extra states of modules. torch would flatten dicts and turn keys into text."""
     return {name: each for name, each in state.items() if not isinstance(each, torch.Tensor)}
 
 
@@ -166,7 +166,10 @@ def _flat(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def sharded_like(parameter: torch.Tensor, value: Any) -> Any:
-    """Return a state of the shape of a shard as a DTensor that is sharded like the parameter."""
+    """Return a state that has the shape of a shard as a DTensor sharded like the parameter.
+
+    Return any other state unchanged.
+    """
     is_whole = isinstance(value, DTensor) or not isinstance(value, torch.Tensor) or not value.dim()
     if not isinstance(parameter, DTensor) or is_whole:
         return value

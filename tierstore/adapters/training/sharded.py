@@ -258,7 +258,7 @@ def _explain_ungathered(shard: Shard) -> str:
             "to the modules that use it; for inference use dispatch_model"
         )
     return (
-        f"has shards of unequal sizes, which FSDP2 of torch {torch.__version__} cannot be given "
+        f"has shards of unequal sizes, which FSDP2 of torch {torch.__version__} cannot read "
         "from a store: use a later torch, or sizes that the number of processes divides"
     )
 

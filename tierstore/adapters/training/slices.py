@@ -1,4 +1,4 @@
-"""Partitions a model into slices, the parts that are on the device at a time.
+"""Partition a model into slices: parts that are on the device together.
 
 A slice is a run of units (see `tierstore.model.outline`) and the groups that hold their parameters.
 Slices follow the registration order of the modules. A parameter tied to several modules is in the

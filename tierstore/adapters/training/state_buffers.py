@@ -88,7 +88,7 @@ class StateBudget:
         return self._resident.take(nbytes, limit)
 
     def least_for(self, largest: int) -> int:
-        """Return a ram_budget, in bytes, with which a group stays in RAM beside those that do now.
+        """Return a ram_budget, in bytes, that keeps one more group in RAM between uses.
 
         `largest` is the largest group, in bytes. With a larger budget groups may be larger, too.
         """

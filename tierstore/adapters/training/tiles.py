@@ -70,7 +70,7 @@ class TileGroups:
     """The parameter groups of an optimizer during one step.
 
     The options of each group (learning rate, counters) are read once, before the step. Each part of
-    the step gets a copy of them, and their changes are applied after the last part: so a counter
+    the step receives a copy of them, and changes are applied after the last part, so that a counter
     counts steps, not parts.
     """
 

@@ -107,7 +107,7 @@ class Weights:
         return sum(map(tensor_bytes, self.buffer.tensors.values()))
 
     def unbind_from_store(self) -> None:
-        """Copy the parameters into memory of their own, sharded ones on their mesh's device."""
+        """Copy the parameters to memory outside the store; shards go to their mesh's device."""
         for name, parameter in self.parameters.items():
             memory = memory_of(parameter)
             own = memory.detach().to(parameter.device, copy=True)
@@ -172,7 +172,7 @@ class Weights:
 
 
 class PassOrder:
-    """Predicts the order of use: each pass is expected to use groups in the order of the last."""
+    """Predicts the order of use: that of the previous pass."""
 
     def __init__(self) -> None:
         self._last: list[Weights] = []
@@ -284,7 +284,7 @@ class WeightStreamer:
         """No-op: bindings are mutable, so edits need no new group."""
 
     def wait_for_rewrite(self) -> None:
-        """No-op: see `renew`."""
+        """No-op: see `rewrite`."""
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def shard(self, weights: Weights, name: str) -> torch.Tensor:
@@ -316,7 +316,7 @@ class WeightStreamer:
             engine_of(self.store).mutable_groups.prefetch(keys)
 
     def release_all(self) -> None:
-        """Release the leases that a backward pass keeps; memory still referenced stays."""
+        """Release the leases that a backward pass keeps. Memory with live views stays valid."""
         self._backward_leases.release_all()
 
     def turn_to(self, number: int) -> None:
