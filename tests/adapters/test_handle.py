@@ -1,4 +1,4 @@
-"""The life of a handle: on, suspended, off, again, and with others on one store."""
+"""The life of a handle: enabled, suspended, disabled, enabled again, and beside others."""
 
 from __future__ import annotations
 

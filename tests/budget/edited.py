@@ -34,7 +34,7 @@ def build() -> nn.Sequential:
 
 
 def mapped(checkpoint: Path) -> nn.Sequential:
-    """Load as `from_pretrained` does: every weight is a part of one map of the file."""
+    """Load as `from_pretrained` does: all weights are parts of one map of the file."""
     with torch.device("meta"):
         model = build()
     model.load_state_dict(load_file(checkpoint), assign=True)

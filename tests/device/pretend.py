@@ -284,7 +284,7 @@ def _from_environment(name: str, otherwise: T, kind: Callable[[str], T]) -> T:
 
 
 def set_slowness(slowness: float | None = SLOWNESS) -> None:
-    """Set how far the device falls behind: on average one task in so many calls runs unprompted.
+    """Set how far the device falls behind: on average one task in `slowness` calls runs unprompted.
 
     None: nothing runs before a caller waits for it. 0: everything runs at its call, as far as the
     events allow.
@@ -293,10 +293,10 @@ def set_slowness(slowness: float | None = SLOWNESS) -> None:
 
 
 def set_link_speed(bytes_per_second: float | None) -> None:
-    """Set how long a copy between host and device takes, by the times of events and by the clock.
+    """Set how long a copy between host and device takes, in event times and real time.
 
-    They then show when a device would finish that starts its work as soon as it can. None: as long
-    as this machine takes, from when the copy happens to run.
+    They are those of a device that starts work as soon as it can. None: the time that this machine
+    takes once the copy runs.
     """
     _loaded().pretend_set_link_speed(bytes_per_second or 0.0)
 
@@ -308,9 +308,9 @@ def occupy(seconds: float, index: int = 0) -> None:
 
 @contextlib.contextmanager
 def working(threads: int = 3) -> Iterator[None]:
-    """Let the device work by itself: so many streams at the same time, each as soon as it can.
+    """Let the device run work on this many threads, without waiting for calls.
 
-    Queuing work takes no longer than that, as beside a real device.
+    Callers only queue the work, as with a real device.
     """
     ended = threading.Event()
 

@@ -149,8 +149,8 @@ def test_device_place_stays_on_the_device(place: Any, disk_dir: Path) -> None:
             assert store.stats().used_bytes["DEVICE"] >= stays * models.LAYER_BYTES
             assert torch.equal(run(model), outputs(ACCELERATOR))
             assert Weights.of(model).objects == weights.objects
-        # Only the rest moved, and the next run can begin with no more than fits beside the pinned
-        # layers.
+        # Only the rest moved, and the next run can begin with no more than fits beside the layers
+        # on the device.
         rest = (COUNT - stays) * (models.LAYER_BYTES + 4096)
         beside = store.stats().budget_bytes["DEVICE"] - stays * models.LAYER_BYTES
         onloaded = store.stats().bytes_onloaded - onloaded
@@ -164,7 +164,7 @@ def test_device_place_stays_on_the_device(place: Any, disk_dir: Path) -> None:
 
 
 @needs_accelerator
-def test_weights_pinned_on_the_device_may_be_edited(disk_dir: Path) -> None:
+def test_weights_placed_on_the_device_may_be_edited(disk_dir: Path) -> None:
     plain, model = models.Tower(COUNT), models.Tower(COUNT)
     with store_for(model, disk_dir, ACCELERATOR, 0.5) as store:
         dispatch_model(model, store, {"": "disk", "layers.0": 0})

@@ -59,7 +59,7 @@ def lora(model: Any) -> Any:
 def test_peft_lora_of_a_dispatched_model_equals_plain(
     device: str, checkpoint: Checkpoints, disk_dir: Path
 ) -> None:
-    """It is added, switched off and on, merged, removed and merged for good."""
+    """It is added, disabled and enabled, merged, unmerged and merged permanently."""
     plain = models.load("llama", checkpoint("llama"))
     with store_for(plain, disk_dir, device, SHARE) as store:
         base = load_checkpoint_and_dispatch(models.empty("llama"), checkpoint("llama"), store)

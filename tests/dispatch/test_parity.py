@@ -179,7 +179,7 @@ def test_each_way_to_dispatch_equals_plain(
 
 @needs_accelerator
 @ALL_KINDS
-def test_layers_pinned_on_the_device_equal_plain(
+def test_layers_placed_on_the_device_equal_plain(
     kind: str, checkpoint: Checkpoints, reference: References, disk_dir: Path
 ) -> None:
     expected = reference(kind, ACCELERATOR)

@@ -1,4 +1,4 @@
-"""Many threads that act on one store at random, and their observations of each key.
+"""Many threads that use one store at random, and their observations of each key.
 
 They work in short rounds. Between two rounds all threads are idle: the values are read, and the
 observations of the round must have an order that explains them.
@@ -35,13 +35,13 @@ class Stuck(AssertionError):
 
 
 class Watch:
-    """Looks at a store all the time: it must be within its budgets. Also sees that work goes on."""
+    """Samples a store continuously: it must be within its budgets, and threads must progress."""
 
     def __init__(self, store: TierStore, progress: Callable[[], int]) -> None:
         self.store = store
         self.budgets = dict(store.stats().budget_bytes)
         self.samples = 0
-        self.pause = 0.002  # seconds between two looks
+        self.pause = 0.002  # seconds between two samples
         self.stuck = threading.Event()
         self.errors: list[BaseException] = []
         self._progress = progress
@@ -109,8 +109,8 @@ class Throng:
         options: dict[str, Any] = {}
         if device != "cpu":
             options["device_budget"] = rng.randint(12, 24) * PAGE
-        # All groups together have about 50 pages. With room for few of them almost everybody
-        # waits, and the more wait, the longer each step takes: so that is for few threads.
+        # All groups together have about 50 pages. With space for few of them, almost all threads
+        # wait, and each step takes longer the more wait: so only few threads get little space.
         least = least or (LARGEST if threads <= 16 else 24)
         nbytes = rng.randint(least, max(least, 40)) * PAGE
         self.store = open_store(directory, nbytes, device, **options)
@@ -124,7 +124,7 @@ class Throng:
         self.errors: list[BaseException] = []
 
     def play(self, rounds: int, steps: int) -> None:
-        """Rounds of so many steps of each thread. Raises what went wrong, at the end of a round."""
+        """Run rounds of `steps` steps of each thread. Raises all errors at the end of a round."""
         with self.watch:
             for number in range(rounds):
                 with switching_often(number % 2 == 1):
@@ -160,7 +160,7 @@ class Throng:
             raise error
 
     def settle(self) -> None:
-        """Judge the round that is over."""
+        """Check the round that has ended."""
         now = {key: self.value_of(key) for key in self.values}
         for key, operations in self.history.settle(now).items():
             assert_linearizable(key, self.values[key], operations)
@@ -175,9 +175,9 @@ class Throng:
 
 
 class Player:
-    """One thread: random steps, each noted in the history."""
+    """One thread, whose random steps are recorded in the history."""
 
-    STEPS: ClassVar[dict[str, int]] = {  # how often each, relatively
+    STEPS: ClassVar[dict[str, int]] = {  # relative frequencies
         "put": 10,
         "put_ephemeral": 14,
         "get": 24,
@@ -221,7 +221,7 @@ class Player:
         self.history.add(key, begin, found, left, f"thread {self.number} {what}")
 
     def refuse(self, error: BaseException) -> None:
-        """Only who holds something itself may be refused."""
+        """Count an error that only a caller with a lease of its own may get."""
         if not self.held:
             raise AssertionError("refused, although it holds nothing") from error
         self.throng.refused[type(error).__name__] += 1
@@ -279,7 +279,7 @@ class Player:
         self.release(lease)
 
     def dawdle(self) -> None:
-        """Let others come, now and then for a while."""
+        """Yield to other threads, sometimes for longer."""
         if self.random.random() < 0.5:
             time.sleep(0 if self.random.random() < 0.9 else 0.002)
 
@@ -318,7 +318,7 @@ class Player:
             return
         self.note(key, begin, Some.GROUP, None, "discard")
 
-    # While it holds another --------------------------------------------------------------------
+    # While it holds another lease --------------------------------------------------------------
 
     def two(self, key: str) -> None:
         self._holding(key, lambda: self.read(self.key()))
@@ -339,7 +339,7 @@ class Player:
         finally:
             self.release(lease)
 
-    # Hints and looks ---------------------------------------------------------------------------
+    # Hints and queries -------------------------------------------------------------------------
 
     def prefetch(self, key: str) -> None:
         self._hint(key, lambda: self.store.prefetch([key]))

@@ -1,8 +1,8 @@
 """KeyboardInterrupt, raised at any one instruction of the library's own code.
 
-Ctrl-C may come between any two instructions of the interpreter. So what is to be interrupted is run
-again and again, and an exception is raised at its first instruction, at its second, and so on until
-it ends before its turn.
+Ctrl-C may come between any two instructions of the interpreter. An action is therefore run
+repeatedly, and an exception is raised at its first instruction, at its second, and so on until the
+action ends before that instruction.
 """
 
 from __future__ import annotations

@@ -31,14 +31,14 @@ PAGE = 4096
 BUDGET = 48 * PAGE
 HEAD = 64
 SIZES = (HEAD, 700, PAGE, 3 * PAGE + 123, 10 * PAGE)
-"""Some are written through the system's cache alone, others past it but for their end."""
+"""Small values are written through the page cache; of large ones, only the end is."""
 KEYS = 6
 """Keys of each worker."""
 
 Name = tuple[str, int]
 """The key that a value was made for, and its number."""
 Around = Callable[[str], AbstractContextManager[object]]
-"""Entered around each thing that a worker does, with its name."""
+"""Returns a context for each operation of a worker, by the name of the operation."""
 
 
 def nothing_around(name: str) -> AbstractContextManager[object]:
@@ -49,7 +49,7 @@ def nothing_around(name: str) -> AbstractContextManager[object]:
 
 
 def value(key: str, number: int) -> dict[str, torch.Tensor]:
-    """The value of that name. All bytes follow from it. Its size follows from the number alone."""
+    """Return the value of that name. The name determines all bytes, the number the size."""
     kind = number % len(SIZES)
     seed = zlib.crc32(f"{key} {number}".encode())
     generator = torch.Generator().manual_seed(seed)
@@ -60,7 +60,7 @@ def value(key: str, number: int) -> dict[str, torch.Tensor]:
 
 
 def name_of(found: dict[str, torch.Tensor]) -> Name:
-    """The name of a value. Raises ValueError unless it is that value, bit for bit."""
+    """Return the name of a value. Raises ValueError unless all of its bits are right."""
     key, _, number = bytes(found["data"][:HEAD].tolist()).decode().rstrip().rpartition(" ")
     expected = value(key, int(number))
     if found.keys() != expected.keys() or not all(
@@ -71,14 +71,14 @@ def name_of(found: dict[str, torch.Tensor]) -> Name:
 
 
 class Promised:
-    """Return the values that may be under each key after a power cut now. None: no value."""
+    """The values that each key may have after a power cut at this moment. None: no value."""
 
     def __init__(self) -> None:
         self._may: dict[str, list[Name | None]] = {}
         self.acknowledged = 0
 
     def told(self, what: str, *about: Any) -> None:
-        """Hear what a worker tells."""
+        """Record a message of a worker."""
         if what == "begin":
             key, origin, number = about
             found = None if number is None else (origin, number)
@@ -96,7 +96,7 @@ class Promised:
             self._may[key] = self._may[key][-1:]
 
     def broken_by(self, found: dict[str, Name | str]) -> list[str]:
-        """Return the faults in what was found: names of values by key, or an error."""
+        """Return the broken promises. `found` has the name of each key's value, or an error."""
         wrong = []
         for key in sorted(self._may.keys() | found.keys()):
             there = found.get(key)
@@ -121,7 +121,7 @@ class Promised:
 
 
 class Worker:
-    """Does a user's operations in a store, on separate keys, and reports them."""
+    """Runs a user's operations on a store, on separate keys, and reports them."""
 
     def __init__(
         self, store: TierStore, name: str, seed: int, tell: Tell, around: Around = nothing_around
@@ -134,7 +134,7 @@ class Worker:
         self._tell = tell
         self._durable = {
             key: name_of(store.get(key))[1] for key in store.keys(f"{name}/")
-        }  # what is to survive, with its number
+        }  # the keys that must survive, with their numbers
         self._registered = f"{name}/registered"
         self._ways = (
             [self._put] * 8
@@ -145,7 +145,7 @@ class Worker:
         )
 
     def go_on(self, times: int) -> None:
-        """Do something, so many times."""
+        """Run this many random operations."""
         ways = [] if self._registered in self._store else [self._register]
         for way in [*ways, *self._random.choices(self._ways, k=times)]:
             with self._around(way.__name__.strip("_")):
@@ -171,7 +171,7 @@ class Worker:
         key = self._some_key()
         self._tell("begin", key, key, None)
         self._durable.pop(key, None)
-        # The next flush sees to it that what was there is gone.
+        # The next flush removes the old value.
         self._store.put(key, value(key, self._next()), durable=False)
 
     def _discard(self) -> None:
@@ -235,7 +235,7 @@ class Worker:
 
 
 def contents(disk_dir: Path) -> tuple[dict[str, Name | str], list[str]]:
-    """Open the store, `look` and close it."""
+    """Open the store, call `look`, and close it."""
     with TierStore(BUDGET, disk_dir, device="cpu") as store:
         return look(store, disk_dir)
 

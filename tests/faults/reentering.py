@@ -1,8 +1,8 @@
-"""Calls of a store that come in the middle of others on the same thread.
+"""Calls of a store in the middle of other calls on the same thread.
 
 A finalizer runs wherever the garbage collector does, and a signal handler between any two
-instructions of the main thread. `Visitor` makes something happen at every so many instructions of
-the library's own code, and `Calls` is what happens: each method of a store in turn.
+instructions of the main thread. `Visitor` runs a function every N instructions of the library's own
+code, and `Calls` is that function: it calls each method of a store in turn.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tierstore.errors import (
 from tierstore.model import signal_handlers
 
 PATIENCE = 20.0
-"""Seconds after which a call counts as one that hangs."""
+"""Seconds after which a call counts as hanging."""
 
 
 class Visitor:
@@ -82,7 +82,7 @@ class Visitor:
 
 
 class Dying:
-    """Something of a caller's whose finalizer does something."""
+    """A caller's object whose finalizer runs a function."""
 
     def __init__(self, act: Callable[[], None]) -> None:
         self._act = act
@@ -92,7 +92,7 @@ class Dying:
 
 
 def by_finalizer(act: Callable[[str], None]) -> Callable[[str], None]:
-    """Have it done by the finalizer of an object that dies there."""
+    """Return a function that calls `act` in the finalizer of an object that dies there."""
 
     def visit(where: str) -> None:
         Dying(lambda: act(where))
@@ -101,7 +101,7 @@ def by_finalizer(act: Callable[[str], None]) -> Callable[[str], None]:
 
 
 class Signalling:
-    """Has something done by the handler of a signal that comes there. A context manager."""
+    """A context manager: calls `act` in the handler of a signal that arrives there."""
 
     def __init__(self, act: Callable[[str], None]) -> None:
         self.sent = self.handled = self.passed = 0
@@ -111,7 +111,7 @@ class Signalling:
 
     def __enter__(self) -> Signalling:
         self._before = signal.signal(signal.SIGUSR1, self._handle)
-        signal_handlers.request_refresh()  # the next section is to know of it
+        signal_handlers.request_refresh()  # the next section must see the new handler
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -119,7 +119,7 @@ class Signalling:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.handled += 1
-        if self._handling:  # it was held back meanwhile
+        if self._handling:  # it was deferred meanwhile
             self.passed += 1
             return
         self._handling = True
@@ -141,8 +141,8 @@ class Signalling:
 class Calls:
     """Calls each public method of a store in turn, and compares the results.
 
-    `refused` counts calls that raised because they came within a step, by place; `unlucky` those
-    that leases of others or the end of the store prevented; `wrong` has every fault.
+    `refused` counts calls that raised because they were reentrant, by place; `unlucky` those that
+    failed because of others' leases or the closed store; `wrong` has every fault.
     """
 
     def __init__(self, store: TierStore, scratch: Path, patience: float = PATIENCE) -> None:
@@ -172,11 +172,11 @@ class Calls:
         store.put("steady", pages(7))
 
     def make(self, where: str) -> None:
-        """The next one."""
+        """Make the next call."""
         self.one(next(self._calls), where)
 
     def one(self, call: Callable[[], None], where: str) -> None:
-        """A certain one."""
+        """Make this call, and record its errors."""
         try:
             call()
         except ReentrantCallError:
@@ -251,7 +251,7 @@ class Calls:
         self.store.trace(self._scratch / "trace.json")
 
     def _next(self) -> tuple[str, torch.Tensor]:
-        """A key of which no other call knows, and a value."""
+        """Return a key that no other call uses, and a value."""
         turn = next(self._turns)
         return f"visited {turn}", pages(turn)
 
@@ -262,7 +262,7 @@ class Calls:
 
 
 class Neighbour:
-    """Another thread that uses the store all the while. A context manager."""
+    """A context manager: another thread uses the store continuously."""
 
     def __init__(self, store: TierStore, patience: float = PATIENCE) -> None:
         self.store = store

@@ -1,7 +1,7 @@
 """Small uses of a store, and the promises that hold while and after calls fail.
 
-A `World` is a store and all that is known of it: which values a key may have now, and which the
-next store may find. A failed act may have happened or not; one that returned has happened.
+A `World` is a store and the values that each key may have, now and in the next store. A call that
+failed may have taken effect or not; one that returned has taken effect.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ADVICE = re.compile(
     r"[:;] (\(?or )?(use|check|free|register|download|remove|raise|open|save|upgrade|close|release|"
     r"lower|pass|put|list|call|choose|discard|try)\b|(then|to) (try|open) again|then try again"
 )
-"""Return the remedy that a message names."""
+"""Matches the remedy that a message names."""
 
 Value = int | None
 
@@ -46,12 +46,12 @@ Value = int | None
 
 
 def tensors_of(value: int) -> dict[str, torch.Tensor]:
-    """A group whose elements all are `value`: two pages and an odd end, and something small."""
+    """Return a group filled with `value`: two pages and a partial one, and a small tensor."""
     return {"a": torch.full((2 * PAGE // 4 + 25,), float(value)), "b": torch.full((3,), value)}
 
 
 def value_of(found: Any) -> int:
-    """The value of a group. Raises AssertionError unless it is that value through and through."""
+    """Return the value of a group. Raises AssertionError unless all elements have it."""
     assert isinstance(found, dict) and found.keys() == {"a", "b"}, "another group"
     value = int(found["b"][0])
     expected = tensors_of(value)
@@ -65,14 +65,14 @@ def value_of(found: Any) -> int:
 
 @dataclass
 class World:
-    """A store below `place`, used as a scenario wants."""
+    """A store below `place`, and the values that it may have."""
 
     place: Path
     budget: int = BUDGET
     store: TierStore | None = None
     visible: dict[str, set[Value]] = field(default_factory=dict)
     durable: dict[str, set[Value]] = field(default_factory=dict)
-    transient: set[str] = field(default_factory=set)  # keys of what never outlives the store
+    transient: set[str] = field(default_factory=set)  # keys of groups that never outlive the store
     errors: list[str] = field(default_factory=list)  # reported errors
     mapped: dict[str, torch.Tensor] = field(default_factory=dict)  # of a file
     closed: bool = False
@@ -91,14 +91,14 @@ class World:
         except TierStoreError as error:
             assert_names_a_remedy(error, self)
             self.errors.append(f"{type(error).__name__}: {error}")
-            return False, None  # without the error: its traceback holds what it came through
+            return False, None  # without the error, whose traceback refers to locals
 
     def open(self) -> bool:
         try:
             done, store = self.attempt(TierStore, self.budget, self.disk_dir, device="cpu")
         except OSError as error:
             assert error.errno == errno.EMFILE and error.filename == "/proc/meminfo", error
-            self.errors.append(str(error))  # even the size of the memory cannot be asked for
+            self.errors.append(str(error))  # no descriptor is left, even to read the memory size
             return False
         if done:
             self.store = store
@@ -140,7 +140,7 @@ class World:
         self.durable[key] = {ABSENT} if surely else self.durable.get(key, {ABSENT}) | {ABSENT}
 
     def get(self, key: str) -> bool:
-        """Get a group that is there. Whether that worked."""
+        """Get an existing group, and return whether that succeeded."""
         done, found = self.attempt(self._store.get, key)
         if done:
             value = value_of(found)
@@ -148,7 +148,7 @@ class World:
         return done
 
     def push_out(self) -> None:
-        """See that everything is on disk alone."""
+        """Evict everything from memory."""
         self._store.put("filler", torch.zeros(self.budget // 4), durable=False)
         self._store.discard("filler")
 
@@ -166,7 +166,7 @@ class World:
 
 
 def assert_names_a_remedy(error: TierStoreError, world: World) -> None:
-    """An error is one of ours, names what it is about and what to do, and keeps its cause."""
+    """Check that an error is the library's, names its subject and a remedy, and has its cause."""
     text = str(error)
     subjects = [str(world.place), "/proc/self/", *map(repr, world.visible)]
     assert any(subject in text for subject in subjects), f"about what? {text}"
@@ -180,7 +180,7 @@ def assert_names_a_remedy(error: TierStoreError, world: World) -> None:
 
 @contextmanager
 def nothing_left_behind() -> Iterator[None]:
-    """No descriptor, no thread and no error on a thread or in a finalizer is left."""
+    """Check that no descriptor or thread is left, and that no thread or finalizer failed."""
     stray: list[str] = []
     hooks = sys.unraisablehook, threading.excepthook
     sys.unraisablehook = lambda a: stray.append(f"unraisable: {a.exc_value!r} in {a.object!r}")
@@ -188,7 +188,7 @@ def nothing_left_behind() -> Iterator[None]:
     before, threads = open_files(), set(threading.enumerate())
     try:
         yield
-        if left_open(before):  # by garbage, perhaps
+        if left_open(before):  # perhaps by objects that await collection
             gc.collect()
     finally:
         sys.unraisablehook, threading.excepthook = hooks
@@ -204,7 +204,7 @@ def left_open(before: dict[int, str]) -> list[str]:
 
 
 def copy_tree(source: Path, target: Path) -> None:
-    """Copy directories and the bytes of files, and nothing else of them."""
+    """Copy directories and the bytes of files, without their attributes."""
     target.mkdir()
     for entry in sorted(source.iterdir()):
         if entry.is_dir():
@@ -221,7 +221,7 @@ def check_directory(directory: Path, durable: dict[str, set[Value]], scratch: Pa
         found = {key: value_of(store.get(key)) for key in store if not key.startswith("weights/")}
         damaged = damaged_objects(copy)
         present = set(store)
-        files = files_below(copy)  # before it is closed: weights that nothing refers to go then
+        files = files_below(copy)  # before closing, which deletes unreferenced weights
     assert not damaged, f"damaged: {damaged}"
     for key in durable.keys() | found.keys():
         may_be = durable.get(key, {ABSENT})
@@ -233,7 +233,7 @@ def check_directory(directory: Path, durable: dict[str, set[Value]], scratch: Pa
 
 
 def check_afterwards(world: World) -> None:
-    """The fault is gone: the store works as if there had been none. Closes it."""
+    """Check that the store works as before, once the fault is gone. Closes the store."""
     store = world.store
     assert store is not None
     unreadable = set(core_of(store).directory.damaged)
@@ -255,7 +255,7 @@ def check_afterwards(world: World) -> None:
 
 
 def check_use(world: World) -> None:
-    """Everything works: groups are read, put, replaced, flushed, and come back from the disk."""
+    """Check that groups can be put, replaced, flushed, and read from memory and disk."""
     store = world._store
     for key, values in list(world.visible.items()):
         if key in store:
@@ -279,7 +279,7 @@ def check_use(world: World) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """`prepare` makes the files, `begin` is what comes before the fault, `act` meets it."""
+    """`prepare` makes the files, `begin` runs before the fault, and `act` meets it."""
 
     name: str
     prepare: Callable[[World], None]
@@ -396,7 +396,7 @@ def register_and_read(world: World) -> None:
         if done:
             plain = {name.partition(".")[2]: tensor for name, tensor in found.items()}
             assert value_of(plain) == number
-    for key in GROUPS:  # from here on they are groups like others, with values under other names
+    for key in GROUPS:  # from here on, ordinary groups with other tensor names
         if key in store:
             world.attempt(store.discard, key)
     if not done:
@@ -410,7 +410,7 @@ def opened_and_loaded(world: World) -> None:
 
 
 def adopt(world: World) -> None:
-    """One group lies in a file already, the other one is written."""
+    """Register one group in its existing file; the other one is written."""
     store = world._store
     adopt_one(world, "model.1", world.mapped, 1)
     adopt_one(world, "model.2", tensors_of(72), 72)
@@ -433,7 +433,7 @@ def adopt_one(world: World, key: str, tensors: dict[str, torch.Tensor], value: i
 
 
 def train(world: World) -> None:
-    """Groups are settled, changed in memory, put away, changed through what they show, and read."""
+    """Create groups, change them in memory, move them to disk, change their views, read them."""
     for number, key in enumerate(["state.a", "state.b"]):
         world.transient.add(key)
         world.visible[key] = {ABSENT}
@@ -473,7 +473,7 @@ def fill(tensors: dict[str, torch.Tensor], value: int) -> None:
 
 
 def place_on_disk(world: World) -> None:
-    """A group that begins with room on disk, of whatever values, and is then given new ones."""
+    """Create a group on disk with arbitrary values, then give it new ones."""
     store, key = world._store, "state.c"
     world.transient.add(key)
     world.visible[key] = {ABSENT}

@@ -1,4 +1,4 @@
-"""`plan`, asked which budget: what it tries by itself, which one it advises, how it tells it."""
+"""`plan` without budgets: the ones that it tries, its recommendation, and the output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def no_disk_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    """16 blocks of 1 MiB, each of 4 layers."""
+    """A checkpoint of 16 blocks of 1 MiB, each of 4 layers."""
     layer = torch.zeros(256, 256)
     weights = {f"blocks.{n}.{m}.weight": layer.clone() for n in range(BLOCKS) for m in range(4)}
     save_file(weights, tmp_path / "model.safetensors")
@@ -43,7 +43,7 @@ def enough(document: dict[str, Any]) -> list[str]:
     return [plan["ram_budget"] for plan in document["plans"] if plan["enough"]]
 
 
-# --- which one is enough --------------------------------------------------------------------------
+# --- the recommended budget -----------------------------------------------------------------------
 
 
 def test_recommended_without_times_is_the_smallest_without_reads(
@@ -134,7 +134,7 @@ def test_recommended_satisfies_each_model_of_a_loop(inspect: Inspect, tmp_path: 
     assert enough(found) == ["5MB"]
 
 
-# --- what is tried --------------------------------------------------------------------------------
+# --- the budgets tried ----------------------------------------------------------------------------
 
 
 def test_plan_needs_only_a_model_name(inspect: Inspect, checkpoint: Path) -> None:

@@ -1,7 +1,7 @@
 """System calls that fail, are cut short, or are only recorded, whatever code makes them.
 
     with system_call("preadv", fails_with=errno.EIO, at=3):  # the third one
-    with system_call("pwrite", short=1000):  # at most so many bytes at once
+    with system_call("pwrite", short=1000):  # at most this many bytes at once
     with system_call("fsync") as calls:  # unchanged; afterwards, `calls` lists the calls made
 
 This is the only place where a function of `os`, `fcntl` or of the C library is replaced. Where a
@@ -285,7 +285,7 @@ def random_bytes_zero() -> AbstractContextManager[list[Call]]:
 
 
 def report_free_space(nbytes: int) -> AbstractContextManager[list[Call]]:
-    """Make file systems report so many bytes, whole pages, as free."""
+    """Make file systems report this many bytes as free, in whole pages."""
     free = SimpleNamespace(f_bavail=nbytes // mmap.PAGESIZE, f_frsize=mmap.PAGESIZE)
     return system_call("fstatvfs", returns=free)
 

@@ -40,10 +40,10 @@ class Entry:
     discarded: bool = False
     offloaded: bool = False
     fetches: int = 0
-    renewed: bool = False  # by who holds it: there is no copy with the new values yet
+    renewed: bool = False  # by its host lease: no copy has the new values yet
     held: bool = False
-    away: set[Tier] = field(default_factory=set)  # where it was when it was put away
-    shared: bool = False  # in host memory it takes another process's room
+    away: set[Tier] = field(default_factory=set)  # where it was when it was moved to disk
+    shared: bool = False  # in host memory it takes another process's space
 
     def complete(self, tier: Tier) -> bool:
         """Return whether `tier` has the newest bytes."""
@@ -150,7 +150,7 @@ class Books:
             entry.away = {tier for tier in entry.copies if not tier.persistent}
 
     def wanted(self, key: GroupId) -> None:
-        """Somebody asks for it: what was to leave may stay."""
+        """Record a request: copies that were about to leave may stay."""
         self.entries[key].offloaded, self.entries[key].away = False, set()
 
     def delivered(self, move: Copy) -> None:
@@ -171,7 +171,7 @@ class Books:
     # Instructions ------------------------------------------------------------------------------
 
     def follow(self, instruction: Instruction) -> None:
-        """Do what is instructed, and object to it if it breaks a promise."""
+        """Follow an instruction, and raise if it breaks a promise."""
         self.followed.append(instruction)
         assert instruction.group in self.entries, f"{instruction}: there is no such group"
         entry = self.entries[instruction.group]
@@ -256,7 +256,7 @@ class Books:
     # Invariants between steps ------------------------------------------------------------------
 
     def inspect(self) -> None:
-        """Assert what no single instruction can break."""
+        """Check the promises that span several instructions."""
         for entry in self.entries.values():
             self._inspect(entry)
             over = entry.discarded and not entry.copies
@@ -287,7 +287,7 @@ class Books:
         return leased or held or copy.readers > 0 or copy.version is None
 
     def known(self) -> list[GroupId]:
-        """Keys of the groups that are there for anybody to use."""
+        """Return the groups that any caller may use."""
         return [k for k, e in self.entries.items() if not (e.discarded or e.claimed)]
 
     def held_for_good_leave(self, nbytes: int, held: int) -> bool:

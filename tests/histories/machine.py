@@ -24,18 +24,18 @@ from tierstore.plan.policy import Policy, policy_named
 from tierstore.plan.schedule import LearnedOrder
 
 ROUNDS = 2000
-"""More rounds than any history needs to come to rest: beyond them it never will."""
+"""More rounds than any history needs to come to rest."""
 
 MEMORY = 64
 """Number of uses that the schedule of a world remembers."""
 
 Kind = Callable[[Mapping[Tier, int | None], Policy, LearnedOrder], Planner]
-"""`Planner`, or what behaves as one, as those of `mutants` do."""
+"""`Planner`, or a class that behaves like it, such as those of `mutants`."""
 
 
 @dataclass(eq=False)
 class Waiter:
-    """Somebody who demanded `key` and has not been answered yet."""
+    """A caller that demanded `key` and has no answer yet."""
 
     key: GroupId
     access: Access
@@ -43,7 +43,7 @@ class Waiter:
 
 @dataclass(eq=False)
 class Holder:
-    """Somebody who wants to hold `key` in host memory, or does."""
+    """A caller that has or requests a host lease of `key`."""
 
     key: GroupId
     purpose: HostAccess
@@ -51,7 +51,7 @@ class Holder:
 
 @dataclass(eq=False)
 class Saver:
-    """Somebody who waits for `key` to be on disk. The answer counts when it is first true."""
+    """A caller that waits until `key` is on disk. The first true answer counts."""
 
     key: GroupId
     answer: BaseException | bool | None = None
@@ -62,7 +62,7 @@ class InjectedError(Exception):
 
 
 class World:
-    """The planner, its books, and everybody who waits for something."""
+    """The planner, its books, and all callers that wait."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class World:
     # One step ----------------------------------------------------------------------------------
 
     def step(self, event: events.Event) -> None:
-        """Tell the planner, do as it says, and see whether all promises hold."""
+        """Pass an event to the planner, follow its instructions, and check all promises."""
         self.sound = False
         self.now += 1.0  # every step takes as long: the planner learns times, and plans by them
         self._handle(event)
@@ -147,7 +147,7 @@ class World:
         assert planner.idle() == idle, f"idle is {idle}: an instruction was lost, or made twice"
 
     def _excuse_full_tiers(self) -> None:
-        """A demand may fail for want of room only at a moment at which the disk has none."""
+        """Excuse demands that fail for lack of space, if the disk has none at this moment."""
         wanted = {w.key for w in self.waiters} | set(self.claims) | {s.key for s in self.savers}
         wanted |= {f.key for f in self.fetchers}
         for key in wanted & self.books.entries.keys():
@@ -200,11 +200,11 @@ class World:
         self.step(events.SharedBudgetChanged(nbytes))
 
     def carve_out(self, tier: Tier, nbytes: int) -> bool:
-        """Have so many bytes of a tier in memory that are no copy's, if there is room."""
+        """Take `nbytes` of a tier that belong to no copy, if there is space."""
         self.sound = False
         self.now += 1.0
         before = self.planner.carved_out[tier]
-        self.books.carved_out[tier] = min(nbytes, before)  # what is given back may be taken at once
+        self.books.carved_out[tier] = min(nbytes, before)  # returned bytes may be taken at once
         self._handle(events.MemoryBorrowed(tier, nbytes))
         self.books.carved_out[tier] = self.planner.carved_out[tier]
         assert self.books.carved_out[tier] in (before, nbytes)
@@ -217,7 +217,7 @@ class World:
         assert budget is None or used <= budget, f"{tier.name} holds {used} bytes of {budget}"
 
     def claim(self, nbytes: int, name: str = "put", *, guided: bool = False) -> GroupId | None:
-        """Ask for room for a new group, or a new version of `name`. None if it can never fit."""
+        """Claim space for a new group, or a new version of `name`. None if it can never fit."""
         key = self._new_key(name)
         self._guided |= {key} if guided else set()
         budget = self.books.budgets[self.books.host]
@@ -248,7 +248,7 @@ class World:
         return GroupId(name, self._versions)
 
     def fill(self, key: GroupId) -> bool:
-        """The caller of a claim looks again. True if it has its answer."""
+        """Poll a claim. True if there is an answer."""
         error = self.planner.error_of(key)
         if error is not None:
             self.withdraw_claim(key)
@@ -270,7 +270,7 @@ class World:
         self.step(events.Withdrawn(key))
 
     def demand(self, key: GroupId, access: Access = Access.READ) -> Waiter | None:
-        """Somebody waits for `key`. None if it can never fit."""
+        """Demand `key`, and wait. None if it can never fit."""
         entry = self.books.entries[key]
         never = self.books.never_comes_up(key, self.books.top)
         entry.demands += 1
@@ -291,7 +291,7 @@ class World:
         return waiter
 
     def wake(self, waiter: Waiter) -> bool:
-        """A waiter looks again. True if it has its answer: a lease or an error."""
+        """Poll a demand. True if there is an answer: a lease or an error."""
         entry = self.books.entries.get(waiter.key)
         if entry is None or entry.discarded:
             self.give_up(waiter)
@@ -350,7 +350,7 @@ class World:
         self.step(events.Released(lease.key, lease.access))
 
     def fetch(self, key: GroupId, purpose: HostAccess = HostAccess.UPDATE) -> Holder | None:
-        """Somebody waits to hold `key`. None if it can never fit."""
+        """Request a host lease of `key`. None if it can never fit."""
         entry = self.books.entries[key]
         never = self.books.never_comes_up(key, self.books.host)
         entry.fetches += 1
@@ -462,7 +462,7 @@ class World:
     # The end -----------------------------------------------------------------------------------
 
     def round(self) -> bool:
-        """Let every actor finish one thing. False if none could."""
+        """Let every actor finish one operation. False if none could."""
         lent = [holder for holder in self.holders if holder.purpose is not HostAccess.PERMANENT]
         acted = bool(self.leases or lent or self.books.moving)
         for lease in list(self.leases):
@@ -484,7 +484,7 @@ class World:
         self.told.clear()
         entries = self.books.entries.values()
         waits = {entry.group: (entry.demands, entry.fetches) for entry in entries}
-        for entry in entries:  # of all this the new planner knows nothing
+        for entry in entries:  # the new planner knows none of these
             entry.demands = entry.fetches = 0
             entry.offloaded, entry.away = False, set()
         if self.books.shared_budget:
@@ -519,7 +519,7 @@ class World:
             entry.demands, entry.fetches = waits[entry.group]
 
     def _asks_again(self, key: GroupId, demand: events.Event, goal: Tier) -> bool:
-        """False if it is refused: others may allow what is shared less than before."""
+        """Return False if it is refused, as when the allowance of shared groups has shrunk."""
         try:
             self.step(demand)
         except BudgetError:
@@ -547,7 +547,7 @@ class World:
         )
 
     def finish(self) -> None:
-        """All leases come back, all transfers arrive: then everybody has an answer."""
+        """Release all leases and complete all transfers: then every request has an answer."""
         for _ in range(ROUNDS):
             left = [*self.waiters, *self.claims, *self.savers, *self.fetchers]
             if not (left or self.leases or self.holders or self.books.moving):

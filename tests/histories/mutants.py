@@ -1,8 +1,8 @@
 """Planners with one fault each. The history machine must notice every one of them.
 
-A `FaultyPlanner` stands before a real planner, as a store sees it: it mishears events, answers
-questions wrongly, or garbles instructions, so that exactly one protection is gone. Its own `check`
-is off: what the books do not notice from outside, goes unnoticed.
+A `FaultyPlanner` stands between a store and a real planner. It changes events, answers or
+instructions, so that exactly one protection is missing. Its own `check` is off, so only the books
+can notice the fault.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Facts:
         self.host_demands: defaultdict[GroupId, list[HostAccess]] = defaultdict(list)
         self.leases: defaultdict[GroupId, list[Access]] = defaultdict(list)
         self.held: dict[GroupId, HostAccess] = {}
-        self.last_purpose: dict[GroupId, HostAccess] = {}  # of those that are held, or were
-        self.offloaded: set[GroupId] = set()  # and not wanted since
+        self.last_purpose: dict[GroupId, HostAccess] = {}  # of host leases, current and past
+        self.offloaded: set[GroupId] = set()  # and not requested since
         self.moving: list[tuple[GroupId, Tier, Tier]] = []
 
     def moves(self, group: GroupId) -> list[tuple[Tier, Tier]]:
-        """From and to where the group is copied now."""
+        """Return the source and destination of each current copy of the group."""
         return [(src, dst) for key, src, dst in self.moving if key == group]
 
     def exclusive(self, group: GroupId) -> bool:
@@ -95,7 +95,7 @@ class Facts:
             self.held[found.group] = self.last_purpose[found.group] = found.host_lease
 
     def refused(self, event: Event) -> None:
-        """The planner raised: what was asked for can never be."""
+        """Forget a request that the planner rejected as impossible."""
         match event:
             case events.Claimed(group):
                 self.claims.discard(group)
@@ -106,10 +106,10 @@ class Facts:
 
 
 class FaultyPlanner:
-    """A planner that hears, answers and tells as the one within it: the faults are in the others.
+    """A planner that behaves like its inner planner; subclasses add the faults.
 
-    `hears` gives the events that the one within handles in place of one; each is handled before the
-    next is asked for. `tells` gives the instructions that are passed on.
+    `hears` yields the events that the inner planner handles in place of one; each is handled before
+    the next is drawn. `tells` returns the instructions that are passed on.
     """
 
     def __init__(
@@ -169,18 +169,18 @@ class FaultyPlanner:
         return self.inner.idle()
 
     def check(self) -> None:
-        """Does not look after its own promises."""
+        """Check nothing."""
 
     # Shared by the mutants ---------------------------------------------------------------------
 
     def one_lease_more(self, group: GroupId) -> Iterator[Event]:
-        """The one within waits for a lease to come back that is none."""
+        """Make the inner planner wait for a lease that does not exist."""
         demanded = not self.facts.demands[group]
         yield events.Leased(group, Access.READ, demanded=demanded)
         yield events.Released(group, Access.READ, permanent=True)
 
     def one_lease_less(self, group: GroupId) -> Iterator[Event]:
-        """The one within does not wait for a lease to come back that is out."""
+        """Keep the inner planner from waiting for a lease that exists."""
         demanded = not self.facts.demands[group]
         yield events.Leased(group, Access.READ, permanent=True, demanded=demanded)
         yield events.Released(group, Access.READ)
@@ -201,7 +201,7 @@ class FaultyPlanner:
 
 
 class EvictsTheOnlyCopy(FaultyPlanner):
-    """Drops what should be saved to make room."""
+    """Drops a copy that should be saved first, to free space."""
 
     def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
         return [
@@ -213,7 +213,7 @@ class EvictsTheOnlyCopy(FaultyPlanner):
 
 
 class OffloadsTheOnlyCopy(FaultyPlanner):
-    """Drops what should be saved to be offloaded."""
+    """Drops a copy that should be saved first, when it is offloaded."""
 
     def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
         return [
@@ -233,11 +233,11 @@ class TrustsAFailedCopy(FaultyPlanner):
         return [event]
 
 
-# Promise 2: budgets hold, counting what is on its way --------------------------------------------
+# Promise 2: budgets hold, including copies in transit --------------------------------------------
 
 
 class ReservesSpaceTwice(FaultyPlanner):
-    """Thinks that more fits on the fastest tier than does: `more` bytes."""
+    """Overestimates the space on the fastest tier by `more` bytes."""
 
     def more(self) -> int:
         raise NotImplementedError
@@ -282,7 +282,7 @@ class SaysThatLessIsUsed(FaultyPlanner):
         return used
 
 
-# Promise 3: what is leased, read or written stays ------------------------------------------------
+# Promise 3: copies that are leased, read or written stay -----------------------------------------
 
 
 class EvictsTheLeased(FaultyPlanner):
@@ -307,7 +307,7 @@ class EvictsTheLeased(FaultyPlanner):
 
 
 class EvictsTheHeld(FaultyPlanner):
-    """The same of what somebody has in host memory."""
+    """Does the same with host leases."""
 
     def hears(self, event: Event) -> Iterator[Event]:
         match event:
@@ -331,7 +331,7 @@ class EvictsTheHeld(FaultyPlanner):
 
 
 class DropsCopiesBeingRead(FaultyPlanner):
-    """Gives up what is saved to make room before it is saved."""
+    """Drops a copy that frees space before it is saved."""
 
     def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
         told: list[Instruction] = []
@@ -343,7 +343,7 @@ class DropsCopiesBeingRead(FaultyPlanner):
 
 
 class DropsCopiesBeingWritten(FaultyPlanner):
-    """Gives up what arrives of a group that is not wanted any more before it is there."""
+    """Drops an arriving copy of a group that is no longer wanted before it has arrived."""
 
     def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
         if not isinstance(event, events.Discarded | events.Offloaded):
@@ -390,7 +390,7 @@ class HoldsLeasedGroups(FaultyPlanner):
 
 
 class HoldsBesideStaleCopies(FaultyPlanner):
-    """Thinks that who holds a group to change it only looks at it."""
+    """Takes a host lease for an update as one for reading."""
 
     def hears(self, event: Event) -> Iterable[Event]:
         match event:
@@ -411,7 +411,7 @@ class LendsTheHeldToAChanger(FaultyPlanner):
 
 
 class SavesDuringUpdates(FaultyPlanner):
-    """Takes who changes a group for a reader, as soon as there are no other copies."""
+    """Takes a lease for an update as one for reading, once there is no other copy."""
 
     def hears(self, event: Event) -> Iterator[Event]:
         yield event
@@ -424,11 +424,11 @@ class SavesDuringUpdates(FaultyPlanner):
         return not self.facts.exclusive(group) and self.inner.leasable(group, access)
 
 
-# Promise 5: what is unwanted and unused is gone --------------------------------------------------
+# Promise 5: unwanted, unused copies are gone -----------------------------------------------------
 
 
 class LeavesTheUnwanted(FaultyPlanner):
-    """Forgets that something was to leave if it could not leave at once."""
+    """Forgets to drop an unwanted copy that was in use at first."""
 
     def hears(self, event: Event) -> Iterable[Event]:
         match event:
@@ -452,7 +452,7 @@ class KeepsFlushedCopies(FaultyPlanner):
 
 
 class EvictsItsSource(FaultyPlanner):
-    """Evicts what is on its way up, between its two hops."""
+    """Evicts a copy on its way up, between its two hops."""
 
     hoped: frozenset[GroupId] = frozenset()
 
@@ -470,7 +470,7 @@ class EvictsItsSource(FaultyPlanner):
 
 
 class EvictsTheSourceOfADemand(FaultyPlanner):
-    """Makes room for a demand before it knows what is demanded, of that or by anybody else."""
+    """Frees space for a demand before it considers which groups are demanded."""
 
     def hears(self, event: Event) -> Iterator[Event]:
         if not isinstance(event, events.Demanded) or self.never_fits(event.group):
@@ -493,7 +493,7 @@ class EvictsTheSourceOfADemand(FaultyPlanner):
 
 
 class DropsBeforeTheWaiterWakes(FaultyPlanner):
-    """Thinks that a demand is met once the group is there."""
+    """Counts a demand as met once the group has arrived."""
 
     def hears(self, event: Event) -> Iterator[Event]:
         yield event
@@ -503,7 +503,7 @@ class DropsBeforeTheWaiterWakes(FaultyPlanner):
 
 
 class DropsBeforeItIsHeld(FaultyPlanner):
-    """The same of who wants to hold it."""
+    """Does the same with demands for host leases."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -534,11 +534,11 @@ class DropsBeforeItIsHeld(FaultyPlanner):
 
 
 class CopiesTheCleanDown(FaultyPlanner):
-    """Saves what is saved before it makes room."""
+    """Saves a copy again that is already saved, before it drops it."""
 
     def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
         if isinstance(event, events.Leased | events.HostLeased):
-            return instructions  # these drops are of what is going to change
+            return instructions  # these copies are about to become stale
         told: list[Instruction] = []
         for one in instructions:
             if isinstance(one, Drop) and one.group in self.inner:
@@ -553,7 +553,7 @@ class CopiesTheCleanDown(FaultyPlanner):
 
 
 class NeverAsksAgain(FaultyPlanner):
-    """A demand that finds no room at once is not pursued when room comes back."""
+    """Does not pursue a demand again that found no space at first."""
 
     def hears(self, event: Event) -> Iterator[Event]:
         yield event
@@ -564,7 +564,7 @@ class NeverAsksAgain(FaultyPlanner):
 
 
 class NeverFailsRequests(FaultyPlanner):
-    """Waits for a lease that never comes back, whatever is stuck meanwhile."""
+    """Waits for a lease that is never released, so blocked requests never fail."""
 
     waits = False
 
@@ -576,7 +576,7 @@ class NeverFailsRequests(FaultyPlanner):
 
 
 class PrefetchesTakeNeededSpace(FaultyPlanner):
-    """A prefetch takes the room that a claim waits for, again and again."""
+    """Lets prefetches repeatedly take the space that a claim waits for."""
 
     hopes: tuple[GroupId, ...] = ()
 
@@ -641,7 +641,7 @@ class OrphansKeepTheirSpace(FaultyPlanner):
 
 
 class KeepsThePromiseOfAClaim(OrphansKeepTheirSpace):
-    """Room that a claim was granted counts as taken for ever, until the group is wanted again."""
+    """Counts a claim's space as taken until the group is requested again."""
 
     def hears(self, event: Event) -> Iterator[Event]:
         if isinstance(event, events.Filled):
@@ -653,7 +653,7 @@ class KeepsThePromiseOfAClaim(OrphansKeepTheirSpace):
 
 
 class LosesInstructions(FaultyPlanner):
-    """Like a store that raises before it has handed over what a failed claim had started."""
+    """Loses the copies that a claim has started, as a store would that raises too early."""
 
     def tells(self, event: Event, instructions: list[Instruction]) -> list[Instruction]:
         if isinstance(event, events.Claimed) and not self.granted(event.group):
@@ -673,7 +673,7 @@ class KeepsAnOldError(FaultyPlanner):
 
 
 class NeverChangesItsMind(FaultyPlanner):
-    """Evicts a copy that is wanted again, and notices that only then."""
+    """Evicts a copy that is requested again, and notices the request only then."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -710,7 +710,7 @@ class NeverChangesItsMind(FaultyPlanner):
 
 
 class LosesDemands(FaultyPlanner):
-    """A demand is forgotten when its group is half-way."""
+    """Forgets a demand when its group is half-way."""
 
     def hears(self, event: Event) -> Iterator[Event]:
         yield event
@@ -720,7 +720,7 @@ class LosesDemands(FaultyPlanner):
 
 
 class WaitsForPermanentLeases(FaultyPlanner):
-    """Takes what is held for good for something that comes back."""
+    """Waits for permanent leases to be released."""
 
     def hears(self, event: Event) -> Iterator[Event]:
         match event:
@@ -737,7 +737,7 @@ class WaitsForPermanentLeases(FaultyPlanner):
 
 
 class LosesSaves(FaultyPlanner):
-    """Begins a save if it can, and does not pursue it any further."""
+    """Begins a save if it can, and never retries it."""
 
     def hears(self, event: Event) -> Iterable[Event]:
         if isinstance(event, events.SaveRequested):
@@ -746,7 +746,7 @@ class LosesSaves(FaultyPlanner):
 
 
 def all_of(namespace: dict[str, Any], excluded: Iterable[type] = ()) -> list[type[FaultyPlanner]]:
-    """Every faulty planner of a module."""
+    """Return every faulty planner of a module."""
     left_out = {FaultyPlanner, ReservesSpaceTwice, *excluded}
     classes = [value for value in namespace.values() if isinstance(value, type)]
     return [c for c in classes if issubclass(c, FaultyPlanner) and c not in left_out]

@@ -2,8 +2,8 @@
 
     python -m tests.histories.recorded
 
-rewrites `recorded.json`. Run it where the planner is meant to decide differently, never where its
-code is only refactored: the file is there for those changes.
+rewrites `recorded.json`. Run it after an intended change of the planner's decisions, never after a
+refactoring: the file is there to check those.
 
 A line is a digest of every instruction in order, in words that do not depend on the types of groups
 and tiers in the code.

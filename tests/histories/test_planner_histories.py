@@ -39,7 +39,7 @@ def test_random_histories_keep_every_promise(policy: str) -> None:
         world = play(seed, policy, STEPS)
         seen.update(type(i).__name__ for i in world.books.followed)
         seen.update(type(error).__name__ for _, error in world.errors)
-    # The histories reach what they are about, not just the easy middle.
+    # The histories reach the rare cases, not just the common ones.
     for event in ("Copy", "Drop", "Reserve", "Forget", "InjectedError", "BudgetError", "KeyError"):
         assert seen[event] > HISTORIES // 20, f"{event} hardly ever happened: {seen}"
 

@@ -22,7 +22,7 @@ ALLOWED = (0, 4, 8, 8, 12, 20, 40)
 
 
 class Sharing(History):
-    """Half of what is registered is shared, and now and then another number of bytes is allowed."""
+    """Half of the registered groups are shared, and their allowance changes occasionally."""
 
     def __init__(self, seed: int, policy: str, planner: Kind = Planner) -> None:
         self.seen: Counter[str] = Counter()
@@ -132,7 +132,7 @@ class NeverHasLess(Planner):
 
 
 class ReturnsNothing(Planner):
-    """Takes no more than it is allowed, but keeps what it has."""
+    """Stays within a smaller allowance, but keeps the copies that it has."""
 
     def handle(self, event: Event, now: float = 0.0) -> list[Instruction]:
         if isinstance(event, SharedBudgetChanged) and event.nbytes < self.shared_used:
@@ -171,7 +171,7 @@ def world_of(own: int, allowed: int, *, device: int = 0) -> World:
 @pytest.mark.parametrize("device", [0, 16])
 @pytest.mark.parametrize("shared", [True, False])
 def test_shared_and_private_groups_never_wait_for_each_other(shared: bool, device: int) -> None:
-    """All of one budget is held for good, and who needs the other one gets what they want."""
+    """Permanent leases hold all of one budget, and requests for the other one succeed."""
     world = world_of(8, 8, device=device)
     if shared:
         held = world.register(8)

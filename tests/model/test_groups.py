@@ -1,4 +1,4 @@
-"""Layouts: where tensors lie in files, in a packed group on the host, and on the device."""
+"""Layouts of tensors in files, in a packed group on the host, and on the device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def assert_disjoint(ranges: Iterable[Range]) -> None:
 
 
 def apply(moves: Iterable[Move], memory: bytearray) -> None:
-    """As a carrier does it: one after the other, in the order given."""
+    """Apply moves as a driver does, one after the other."""
     for move in moves:
         memory[move.dst : move.dst + move.nbytes] = memory[move.src : move.src + move.nbytes]
 
@@ -48,7 +48,7 @@ def random_bytes(nbytes: int) -> bytes:
     return random.Random(nbytes).randbytes(nbytes)
 
 
-# Placing what lies in files ----------------------------------------------------------------------
+# Placing tensors of files ------------------------------------------------------------------------
 
 GAPS = st.sampled_from([0, 0, 0, 1, 3, 8, 100, PAGE - 1, PAGE, 3 * PAGE])
 ROWS = st.tuples(
@@ -58,7 +58,7 @@ ROWS = st.tuples(
 
 @st.composite
 def file_tensors(draw: st.DrawFn) -> list[FileTensor]:
-    """Tensors that do not overlap, in two files, in any order."""
+    """Draw tensors that do not overlap, in two files, in any order."""
     ends = {"a.st": 8, "b.st": PAGE + 5}
     tensors = []
     for i, (path, gap, dtype, count) in enumerate(draw(st.lists(ROWS, max_size=8))):
@@ -83,7 +83,7 @@ def test_layout_keeps_the_offset_modulo_the_page(tensors: list[FileTensor], page
         assert spec.offset % size == 0
         if spec.nbytes and spec.offset not in moved:
             assert spec.offset % PAGE == extents[spec.name].offset % PAGE
-        # Only what cannot be looked at where it lies is moved, and as little as that.
+        # Only tensors that cannot be viewed in place are moved, and no other bytes.
         if spec.offset in moved:
             assert extents[spec.name].offset % size != 0
             assert spec.offset % ALIGNMENT == 0
@@ -182,7 +182,7 @@ def test_tied_tensors_stay_tied_on_the_device() -> None:
     assert len(group.runs) == 1
 
 
-# Packing what came from memory -------------------------------------------------------------------
+# Packing tensors of memory -----------------------------------------------------------------------
 
 
 @st.composite
@@ -287,7 +287,7 @@ def test_replacement_group_is_unequal_with_the_same_key(key: str, generation: in
 
 
 def test_tied_tensors_of_several_dtypes_are_each_viewable() -> None:
-    """The first of them may begin where the larger one cannot: then their block begins before."""
+    """Their block begins earlier if the larger dtype cannot begin at the first offset."""
     spec = group_of(
         "k",
         [

@@ -1,4 +1,4 @@
-"""Reading JSON without building it: what a text, a list and an object are, and what is none."""
+"""Reading JSON without building it: valid and malformed texts, lists and objects."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_text_in_any_notation_is_read(text: str, ascii_only: bool) -> None:
         raw = json.dumps(text, ensure_ascii=ascii_only).encode()
         text.encode()
     except UnicodeEncodeError:
-        return  # half of a pair of surrogates is none
+        return  # half of a surrogate pair is not text
     found = scanner(b" \n" + raw)
     assert found.text() == text
     found.end()
@@ -162,7 +162,7 @@ def test_list_with_the_most_numbers_is_read() -> None:
     assert scanner("[1,2,3]").numbers(2) is None
 
 
-# Passing over ------------------------------------------------------------------------------------
+# Skipping ----------------------------------------------------------------------------------------
 
 
 @given(ANY_JSON)
@@ -211,7 +211,7 @@ def test_scanner_malformed_number_raises(raw: str) -> None:
 
 
 def one_by_one(raw: bytes) -> dict[str, str]:
-    """An object of texts, as it is read where it is not read at once."""
+    """Read an object of texts member by member."""
     read = scanner(raw)
     found = {name: read.text() for name in read.members(100)}
     read.end()

@@ -83,7 +83,7 @@ def test_html_has_each_cell_of_the_text() -> None:
 
 
 def test_html_aligns_words_left_and_numbers_right() -> None:
-    """Whatever a notebook does with tables by itself; colours are left to it."""
+    """The alignment overrides the notebook's own table style; colours do not."""
     shown = stats()._repr_html_()
     sides = {text: side for side, text in re.findall(r"align:(\w+);[^>]*>([^<]*)</t", shown)}
     for told in ("tier", "HOST", "acquires", "0.50 s in total", "DISK&gt;HOST"):
@@ -162,7 +162,7 @@ def test_lock_held_by_another_thread_is_not_awaited() -> None:
         over.set()
         holder.join()
     assert if_free(lock, lambda: "done", 0.01) == "done"
-    with lock:  # in the middle of something
+    with lock:  # in the middle of a call
         assert if_free(lock, lambda: "done", 0.01) is None
         assert lock._is_owned()
     with pytest.raises(ZeroDivisionError):

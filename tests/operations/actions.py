@@ -38,7 +38,7 @@ class Actions:
         """Bytes that were read for each of them."""
         self._share = share
         self.checkpoint = checkpoint
-        """Return `checkpoint(kind)`: a read-only directory of `tests.pipelines` or `parts`."""
+        """`checkpoint(kind)` is a read-only directory of `tests.pipelines` or `parts`."""
         self._latest: Callable[[], torch.Tensor] | None = None
         self._store: TierStore | None = None
         self._handle: Any = None
@@ -70,14 +70,14 @@ class Actions:
         self._handle = way(target, self._store, **arguments)
 
     def end(self, target: Any) -> None:
-        """Make what was offloaded latest an ordinary pipeline or model on the CPU."""
+        """Make the latest offloaded pipeline or model an ordinary one on the CPU."""
         if self._handle is not None:
             for handle in getattr(self._handle, "all", [self._handle]):
                 disable_offload(handle)
         target.to("cpu")
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Inside, what was offloaded latest is an ordinary pipeline or model on the CPU."""
+        """Inside, the latest offloaded pipeline or model is an ordinary one on the CPU."""
         suspended: AbstractContextManager[None] | None
         suspended = None if self._handle is None else self._handle.suspended()
         return suspended or nullcontext()
@@ -116,7 +116,7 @@ class Actions:
         self.outputs.append(value.detach().cpu().clone())
 
     def check_that_it_is_as_it_was(self) -> None:
-        """Assert that what was computed last is computed again, from weights that are read."""
+        """Assert that repeating the latest computation reads weights and gives the same result."""
         assert self._latest is not None, "nothing was computed before"
         self.compute(self._latest)
         assert torch.equal(*self.outputs[-2:]), "it is not as it was"

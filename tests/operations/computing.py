@@ -38,7 +38,7 @@ def attention_processors(actions: Actions) -> None:
 def attention_backends(actions: Actions) -> None:
     pipe = actions.load("flux")
     actions.offload(pipe)
-    with attention_backend("native"):  # what is set for one model holds for all, until the end
+    with attention_backend("native"):  # a backend set for one model applies to all of them
         actions.run("flux", pipe)
         pipe.transformer.set_attention_backend("_native_math")
         actions.run("flux", pipe)
@@ -114,7 +114,7 @@ def guided_by(actions: Actions, guider: Any) -> None:
         torch.no_grad()(pipe),
         prompt=pipelines.PROMPT,
         negative_prompt=pipelines.NEGATIVE_PROMPT,
-        num_inference_steps=4,  # with fewer, all of the guidance may be lost in rounding
+        num_inference_steps=4,  # with fewer, rounding may hide the guidance
         height=parts.IMAGE_SIZE,
         width=parts.IMAGE_SIZE,
         output_type="pt",
@@ -153,7 +153,7 @@ def a_modular_pipeline_with_perturbed_attention(actions: Actions) -> None:
         perturbed_guidance_stop=1.0,
         perturbed_guidance_config=perturbed,
     )
-    guided_by(actions, guider)  # so small a model may well give the same image
+    guided_by(actions, guider)  # a model this small may give the same image
 
 
 @COMPUTING.row("`vae.enable_tiling`, `vae.enable_slicing` and their opposites")

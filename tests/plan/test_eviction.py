@@ -184,7 +184,7 @@ def test_copy_that_cannot_be_saved_leaves_others_evictable() -> None:
     assert planner.error_of("c") is None
 
 
-def test_device_evicts_while_host_memory_is_held_for_good() -> None:
+def test_device_evicts_beside_a_permanent_host_lease() -> None:
     planner = planner_of(10, 10)
     change(planner, "a", 6)
     planner.release("a", Access.UPDATE)

@@ -235,8 +235,8 @@ def test_permanent_host_lease_makes_demand_fail_at_once(purpose: HostAccess, wai
     assert planner.error_of("d") is not None
 
 
-def test_demand_for_permanently_held_group_returns_nothing() -> None:
-    """Their threads will not wake up, so no request should wait for them."""
+def test_demand_for_permanently_held_group_lets_others_fail() -> None:
+    """The demand can never be met, so no request should wait for it."""
     planner, _ = with_planner({Tier.HOST: 20, Tier.DISK: 0}, a=18)
     hold(planner, "a", HostAccess.PERMANENT)
     planner.demand_on_host("a", HostAccess.READ)

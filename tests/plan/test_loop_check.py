@@ -52,7 +52,7 @@ def one_arrival_less(plan: LoopPlan) -> LoopPlan | None:
 
 
 def freed_a_step_early(plan: LoopPlan) -> LoopPlan | None:
-    """A copy waits for the step before the last one that uses its room."""
+    """A copy waits for one step too early to reuse its space."""
     return with_copies(plan, 0, lambda _, copy: replace(copy, after=copy.after - 1))
 
 
@@ -126,7 +126,7 @@ def residents_overlap(plan: LoopPlan) -> LoopPlan | None:
 
 
 def resident_in_both_memories(plan: LoopPlan) -> LoopPlan | None:
-    """Host memory has a copy of what stays on the device for good."""
+    """Host memory has a copy of a group that stays on the device permanently."""
     extra = replace(plan.top.start[0], address=plan.tiers[1].start[-1].address)
     return with_tier(plan, 1, replace(plan.tiers[1], start=(*plan.tiers[1].start[:-1], extra)))
 
@@ -149,7 +149,7 @@ def ring_a_tile_too_large(plan: LoopPlan) -> LoopPlan | None:
 
 
 def address_outside(plan: LoopPlan) -> LoopPlan | None:
-    """A copy goes to bytes that the plan does not say that it takes."""
+    """A copy is written to bytes outside the range that the plan declares."""
     return with_tier(plan, 0, replace(plan.top, nbytes=plan.top.nbytes - PAGE))
 
 

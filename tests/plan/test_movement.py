@@ -1,4 +1,4 @@
-"""The next move of each group, by hand: what comes when, what goes, and what waits for what."""
+"""The next move of each group, by hand: fetches, evictions, and what each waits for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tierstore.plan.matching import Numbers
 from tierstore.plan.planner import Planner
 from tierstore.plan.schedule import LearnedOrder
 
-# Hopes -------------------------------------------------------------------------------------------
+# Prefetches --------------------------------------------------------------------------------------
 
 
 def test_prefetches_are_fetched_in_order_while_space_is_free() -> None:
@@ -49,7 +49,7 @@ def test_prefetch_stops_at_its_requested_tier() -> None:
 
 
 def test_demand_is_fetched_before_prefetches() -> None:
-    """The room that a demand waits for is not for hopes; when it has its room, they go on."""
+    """Prefetches do not take the space that a demand waits for; once it has space, they resume."""
     planner = planner_of(20, 10)
     lend(planner, "lent", 8)
     bring(planner, "a", 5)
@@ -114,7 +114,7 @@ def test_prefetch_above_one_tiers_budget_is_skipped(host: int, device: int) -> N
         assert told(planner) == (["a: DISK to HOST"] if comes else [])
 
 
-def test_prefetch_above_the_device_budget_is_passed_over() -> None:
+def test_prefetch_above_the_device_budget_delays_no_other() -> None:
     planner = planner_of(40, 5)
     for key, size in (("a", 6), ("b", 5)):
         register(planner, key, size)
@@ -217,7 +217,7 @@ def test_prefetch_continues_during_a_fetch(purpose: HostAccess) -> None:
 
 
 class Counted(LearnedOrder):
-    """Counts how often it is asked what comes."""
+    """Counts the queries for upcoming uses."""
 
     asked = 0
 
@@ -288,8 +288,8 @@ WANTS = [requests_device_space, wants_to_put, wants_to_hold, wants_to_save, want
 
 
 @pytest.mark.parametrize("want", WANTS, ids=lambda want: want.__name__)
-def test_prefetch_goes_last_while_somebody_waits(want: Callable[[Planner], None]) -> None:
-    """As in the test before, but then the place is needed by one who has waited."""
+def test_prefetch_half_way_is_dropped_for_a_waiter(want: Callable[[Planner], None]) -> None:
+    """As in the test before, but a caller already waits for the slot."""
     planner = planner_of(100, 100)
     change(planner, "changed", 1)
     hold(planner, "held", 95)
@@ -306,7 +306,7 @@ def test_prefetch_goes_last_while_somebody_waits(want: Callable[[Planner], None]
 
 
 def test_device_space_is_kept_while_its_bytes_are_half_way() -> None:
-    """A request that repeats meanwhile finds it there. Without one, it is evicted."""
+    """A repeated request finds the space reserved. Without one, the copy is evicted."""
     planner = planner_of(5, 5)
     register(planner, "a", 5)
     planner.demand("a")
@@ -403,8 +403,8 @@ def test_offload_during_a_save_frees_space() -> None:
 
 
 @pytest.mark.parametrize("again", ["demand", "prefetch", "fetch"])
-def test_offload_of_demanded_group_keeps_the_host_copy(again: str) -> None:
-    """It had to make room for others there, and is being saved."""
+def test_evicted_group_requested_again_keeps_its_host_copy(again: str) -> None:
+    """It is being saved, because a put needed its space."""
     planner = planner_of(5, 5)
     put(planner, "a", 5)
     planner.claim("b", 5, use_order=UseOrder.PREFETCHED)
@@ -421,7 +421,7 @@ def test_offload_of_demanded_group_keeps_the_host_copy(again: str) -> None:
     assert planner.residence("a") == (HOST, DISK)
 
 
-def test_offload_of_demanded_group_is_cancelled() -> None:
+def test_offload_is_cancelled_by_a_prefetch() -> None:
     planner = planner_of(5, 5)
     change(planner, "a", 5)
     hold(planner, "held", 5)

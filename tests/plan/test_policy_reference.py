@@ -27,10 +27,10 @@ from tierstore.plan.policy import (
 from tierstore.plan.schedule import LearnedOrder, Ranks
 
 Value = tuple[int, bool, float, int]
-"""Return a rank; the copy with the largest is evicted first.
+"""A rank; the copy with the largest is evicted first.
 
-It compares whether there has been a second copy for long, whether the group is unexpected, the
-distance of its next use, and the time since its last.
+Its parts: whether another copy stays elsewhere, whether the group is unexpected, the distance of
+its next use, and the time since its last.
 """
 
 
@@ -128,7 +128,7 @@ class Reference:
 
 
 class Pair:
-    """A policy and its reference, which hear the same; and how often what was looked at."""
+    """A policy and its reference, which get the same events, and counts of the cases compared."""
 
     def __init__(self, policy: Policy, schedule: LearnedOrder, reference: Reference) -> None:
         self.policy, self.reference, self.schedule = policy, reference, schedule
@@ -161,8 +161,8 @@ class Pair:
 
     def _in_order(self, first: Value, second: Value) -> bool:
         if first[:2] == second[:2] == (True, False) and not self.schedule.trusted:
-            # The ranks of what is settled are logarithms to which so much is added that the nearest
-            # are a 64th apart.
+            # The ranks of settled copies are logarithms with a large offset, so the nearest are a
+            # 64th apart.
             return first[2] >= math.exp(-1 / 64) * second[2]
         return first[:3] >= second[:3]
 
@@ -180,7 +180,7 @@ NAMES = [f"g{i}" for i in range(24)]
 
 
 def play(pair: Pair, seed: int) -> None:
-    """A loop that is learned, disturbed and left, while copies come and go."""
+    """Play a loop that is learned, disturbed and left, while copies are made and dropped."""
     rng = random.Random(seed)
     loop = rng.sample(NAMES, rng.randint(5, 20))
     for name in rng.sample(NAMES, len(NAMES)):
@@ -203,11 +203,11 @@ def play(pair: Pair, seed: int) -> None:
 
 
 def come_and_go(pair: Pair, times: int) -> None:
-    """Versions of one group, one after the other: far more than are there at any time."""
+    """Admit and drop versions of one group in turn, far more than exist at any time."""
     for version in range(times):
         pair.admit(GroupId("passing", version), Tier.DEVICE)
         pair.drop(GroupId("passing", version), Tier.DEVICE)
-        if version % 10 == 9:  # whenever their rows are thrown out, ranks stay what they were
+        if version % 10 == 9:  # discarding their rows leaves all ranks unchanged
             for tier in pair.tiers:
                 pair.compare(tier, None)
 
@@ -265,7 +265,7 @@ def test_lru_ranks_match_the_reference(seed: int, tiers: Sequence[Tier]) -> None
 
 
 class Measuring(LeastRecentlyUsed):
-    """Remembers how many rows there ever were, and how many there was room for."""
+    """Records the largest number of rows, and the capacity."""
 
     most_rows = most_room = 0
 
@@ -276,7 +276,7 @@ class Measuring(LeastRecentlyUsed):
 
 
 def test_stale_rows_are_discarded_once_too_many() -> None:
-    """As many as there are copies, and 64: then a long life takes no more room than a short one."""
+    """The limit is the number of copies plus 64, however long the run."""
     order, here = Measuring(), 10
     policy = RankingPolicy(order)
     for number in range(here):
@@ -304,7 +304,7 @@ def test_iteration_over_discarded_rows_continues() -> None:
 
 
 class Counting(LearnedOrder):
-    """Counts the ranks that it is asked for."""
+    """Counts the ranks requested."""
 
     asked = 0
 

@@ -1,4 +1,4 @@
-"""Prefetch: what it hides, what it costs in bytes, and that each of its rules is needed."""
+"""Prefetching: the reads that it hides, its cost in bytes, and the need for each rule."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tierstore.simulation import Outcome, Use, simulate
 NBYTES = 100_000_000
 DISK, LINK = 2e9, 20e9
 READ = NBYTES / DISK
-"""Seconds that one group takes from disk."""
+"""Seconds to read one group from disk."""
 WAYS = {(Tier.DISK, Tier.HOST): DISK, (Tier.HOST, Tier.DEVICE): LINK}
 
 
 def run(keys: Sequence[str], share: float, seconds: float, device: float | None = None) -> Outcome:
-    """Uses of equal groups, a `share` of which fits the host, `device` of them the device."""
+    """Simulate uses of equal groups: a `share` fits the host, a share of `device` the device."""
     groups = dict.fromkeys(keys, NBYTES)
     budgets: dict[Tier, int | None] = {Tier.HOST: int(share * sum(groups.values()))}
     if device is not None:
@@ -33,7 +33,7 @@ def run(keys: Sequence[str], share: float, seconds: float, device: float | None 
 
 
 def stalled_share(outcome: Outcome, first: int, last: int) -> float:
-    """The share of the time that uses `first` to `last` spent waiting."""
+    """Return the fraction of time that uses `first` to `last` spent waiting."""
     served = outcome.uses[first:last]
     length = outcome.uses[last].start - outcome.uses[first].start
     return sum(use.waited for use in served) / length
@@ -56,7 +56,7 @@ def test_prefetch_with_equal_compute_hides_reads(
 
 
 def test_prefetch_disabled_stalls() -> None:
-    """The control: it is the prefetch that hides the reads."""
+    """The control: prefetching hides the reads."""
     keys = cycle(40, PASSES)
     uses = [Use(key, READ) for key in keys]
     budgets = {Tier.HOST: 20 * NBYTES, Tier.DISK: None}
@@ -113,7 +113,7 @@ def read_by(keys: Sequence[str], share: float, seconds: float) -> int:
     return run(keys, share, seconds).bytes_moved[Tier.DISK, Tier.HOST]
 
 
-def test_prefetch_never_slows_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_of_harmless_evictions_only_reads_less(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, seconds = take_turns(40, PASSES), READ / 8
     for other in ("EARLY", "EARLY_IF_STEADY"):  # the other rule that bounds it
         monkeypatch.setattr(shares, other, 1)
@@ -122,7 +122,7 @@ def test_prefetch_never_slows_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert careful < 0.9 * read_by(keys, 0.8, seconds)
 
 
-def test_group_not_needed_yet_stays_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prefetch_as_late_as_possible_reads_less(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bound by computing, a loop that fetches as early as it can reads more."""
     keys, seconds = cycle(40, PASSES), 4 * READ
     patient = read_by(keys, 0.8, seconds)
@@ -130,8 +130,8 @@ def test_group_not_needed_yet_stays_on_disk(monkeypatch: pytest.MonkeyPatch) -> 
     assert patient < 0.85 * read_by(keys, 0.8, seconds)
 
 
-def test_prefetched_bytes_take_a_sixth_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Computing that jumps about makes everything look urgent."""
+def test_prefetched_share_limit_reads_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With erratic computing times, every group looks urgent."""
     rng = random.Random(1)
     keys = take_turns(30, PASSES)
     groups = dict.fromkeys(keys, NBYTES)
@@ -147,8 +147,8 @@ def test_prefetched_bytes_take_a_sixth_at_most(monkeypatch: pytest.MonkeyPatch) 
     assert bounded < 0.9 * read()
 
 
-def test_prefetched_bytes_with_steady_times_take_a_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bound by computing and the disk alike: it takes some groups in reserve to keep both busy."""
+def test_larger_prefetched_share_at_steady_times_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound by computing and disk alike: a reserve of groups keeps both busy."""
     keys = [f"g{i}" for i in range(60)] * PASSES
     sizes = {key: NBYTES * (3 if i < 20 else 1) for i, key in enumerate(keys[:60])}
     uses = [Use(key, sizes[key] / DISK / 1.5) for key in keys]
@@ -186,7 +186,7 @@ def test_missing_groups_close_together_arrive_in_time(
 
 
 def watch(pauses: Sequence[float]) -> float:
-    """The computing that a prefetcher believes to follow a use, after these."""
+    """Return the computing time that a prefetcher expects after a use, given earlier ones."""
     seen = Prefetcher(LearnedOrder(), {Tier.HOST: 10, Tier.DISK: None})
     seen.know(0, 1)
     seen.know(1, 1)
@@ -195,7 +195,7 @@ def watch(pauses: Sequence[float]) -> float:
         seen.used(0)
         seen.now += pause
         seen.asked(1)
-        seen.now += 100.0  # waiting is no computing
+        seen.now += 100.0  # waiting does not count as computing
         seen.used(1)
     return seen.computing_seconds(0)
 
@@ -220,7 +220,7 @@ def test_consecutive_uses_of_a_group_add_up() -> None:
 
 
 def on_a_device(runs: Sequence[tuple[int, float, float]]) -> Prefetcher:
-    """Return uses on a device that was given all of them at once.
+    """Return a prefetcher after uses on a device, all of which were queued at once.
 
     Each is a group, the time from which the device waited for it, and the time when it began.
     """
@@ -256,7 +256,7 @@ def test_device_use_of_discarded_group_is_ignored() -> None:
     seen.forget(1)
     seen.ran(2, 7.0, 7.0)
     assert seen.computing_seconds(1) == 0.0
-    seen.forget(0)  # another than the one that runs
+    seen.forget(0)  # not the one that runs
     seen.ran(0, 9.0, 9.0)
     assert seen.computing_seconds(2) == pytest.approx(2.0)
 
@@ -289,7 +289,7 @@ def test_failed_copy_is_not_measured() -> None:
 
 
 def test_latest_measurement_counts_most() -> None:
-    """The one before it counts four fifths: 180 bytes in 3.8 seconds."""
+    """The previous one has a weight of four fifths: 180 bytes in 3.8 seconds."""
 
     def slower(hop: HopSpeed) -> None:
         for began, ended in ((0.0, 1.0), (1.0, 4.0)):
@@ -306,7 +306,7 @@ def test_one_use_moves_the_estimate_by_a_quarter() -> None:
     assert watch([2.0, 9.0]) == pytest.approx(3.5), "more than four times as long: a pause"
 
 
-# Borders -----------------------------------------------------------------------------------------
+# Limits ------------------------------------------------------------------------------------------
 
 HOP = (Tier.DISK, Tier.HOST)
 
@@ -317,7 +317,7 @@ def looking_at(
     budget: int | None = None,
     schedule: LearnedOrder | None = None,
 ) -> Prefetcher:
-    """After two passes over a loop of groups of these `sizes`; those `there` are on the host.
+    """Return a prefetcher after two passes over groups of `sizes`; `there` are on the host.
 
     The disk reads 100 bytes per second.
     """
@@ -338,7 +338,7 @@ def looking_at(
 
 
 def compute(seen: Prefetcher, number: int, seconds: float) -> None:
-    """The group is used, and computing goes on for so long until another is asked for."""
+    """Use a group, and compute for `seconds` until the next one is requested."""
     seen.asked(number)
     seen.used(number)
     seen.now += seconds
@@ -346,7 +346,7 @@ def compute(seen: Prefetcher, number: int, seconds: float) -> None:
 
 
 def fetched(seen: Prefetcher) -> int | None:
-    """The number of what should be fetched to the host now."""
+    """Return the number of the group to fetch to the host now."""
     found = seen.next_missing(Tier.HOST)
     return None if found is None else found[0]
 
@@ -368,7 +368,7 @@ def test_hop_with_32_mib_queued_is_busy(nbytes: int, found: int | None) -> None:
 
 @pytest.mark.parametrize(("computing", "found"), [(1.65, 1), (1.66, None)])
 def test_group_that_could_be_late_is_fetched(computing: float, found: int | None) -> None:
-    """100 bytes take a second: 1.15 at worst, and half of one beyond that."""
+    """100 bytes take a second: 1.15 s at worst, plus half a group."""
     seen = looking_at([100, 100], there=[0])
     compute(seen, 0, computing)
     assert fetched(seen) == found
@@ -378,7 +378,7 @@ def test_group_that_could_be_late_is_fetched(computing: float, found: int | None
     ("spent", "found"), [(0.0, None), (2.34, None), (2.36, 2), (4.0, 2), (9.0, 2)]
 )
 def test_use_in_progress_counts_its_remainder(spent: float, found: int | None) -> None:
-    """It takes four seconds, or longer than ever. The same 1.65 seconds are needed as above."""
+    """A use takes four seconds or more. As above, 1.65 seconds are needed."""
     schedule = LearnedOrder()
     seen = looking_at([100, 100, 100], [0, 1], schedule=schedule)
     for _ in range(3):
@@ -392,20 +392,20 @@ def test_use_in_progress_counts_its_remainder(spent: float, found: int | None) -
 
 @pytest.mark.parametrize(("regular", "found"), [(44, None), (45, 3)])
 def test_steadiness_needs_45_regular_uses(regular: int, found: int | None) -> None:
-    """Each leaves 0.95 of the surprise that was left: 0.95 ** 44 is 0.105, 0.95 ** 45 is 0.099.
+    """Each leaves 0.95 of the remaining surprise: 0.95 ** 44 is 0.105, 0.95 ** 45 is 0.099.
 
-    Then 20 bytes of 80 may wait to be used, and not 13 only.
+    Then 20 of 80 bytes, instead of 13, may wait to be used.
     """
     seen = looking_at([10] * 5, there=[0, 1, 2], budget=80)
     seen.fetched_early(2, Tier.HOST)
-    for _ in range(1 + regular):  # of the first, nothing was expected
+    for _ in range(1 + regular):  # the first had no prediction
         compute(seen, 0, 0.01)
     assert fetched(seen) == found
 
 
 @pytest.mark.parametrize(("regular", "found"), [(49, None), (50, 3)])
 def test_use_of_double_length_surprises_by_half(regular: int, found: int | None) -> None:
-    """As does one that takes half as long. Half of 0.05 and 0.95 ** 51 are 0.098, below 0.1."""
+    """So does a use of half the length. Half of 0.05 and 0.95 ** 51 are 0.098, below 0.1."""
     for irregular in (0.02, 0.005):
         seen = looking_at([10] * 5, there=[0, 1, 2], budget=80)
         seen.fetched_early(2, Tier.HOST)
@@ -415,7 +415,7 @@ def test_use_of_double_length_surprises_by_half(regular: int, found: int | None)
 
 
 def foretelling(sizes: Sequence[int], named: int, there: Iterable[int]) -> Prefetcher:
-    """`looking_at` a tier of 100 bytes; the caller says that the first groups come next."""
+    """Call `looking_at` for a tier of 100 bytes, with a hint that the first groups come next."""
     schedule = LearnedOrder()
     seen = looking_at(sizes, there, 100, schedule)
     schedule.known.prefetch(f"g{number}" for number in range(named))
@@ -454,7 +454,7 @@ def test_two_groups_are_fetched_before_any_measurement(
     assert fetched(seen) == found
 
 
-def test_host_prefetch_goes_no_nearer() -> None:
+def test_host_prefetch_stops_in_host_memory() -> None:
     schedule = LearnedOrder()
     budgets = {Tier.DEVICE: 10, Tier.HOST: 10, Tier.DISK: None}
     seen = Prefetcher(schedule, budgets)
@@ -467,7 +467,7 @@ def test_host_prefetch_goes_no_nearer() -> None:
 
 
 def test_unknown_key_is_never_missing() -> None:
-    """Some of what the schedule expects was never known here, or is gone."""
+    """Some keys that the schedule expects were never registered here, or were discarded."""
     schedule = LearnedOrder()
     seen = Prefetcher(schedule, {Tier.HOST: 10, Tier.DISK: None})
     numbers = [schedule.known.number(f"g{number}") for number in range(40)]

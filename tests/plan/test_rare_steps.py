@@ -295,7 +295,7 @@ def test_blocked_request_fails_only_when_nothing_can_be_freed(leases: int) -> No
 
 
 def test_blocked_update_names_the_group_without_space() -> None:
-    """It must pass through host memory, where too much is in use for good."""
+    """It must pass through host memory, where permanent leases hold too much."""
     world = World({Tier.DEVICE: 8, Tier.HOST: 8, Tier.DISK: None})
     changed, small = world.register(8), world.register(1)
     lent = world.demand(changed, Access.UPDATE)

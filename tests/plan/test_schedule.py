@@ -1,4 +1,4 @@
-"""The learned order: what it predicts, when it is trusted, and what it forgets."""
+"""The learned order: its predictions, when they are trusted, and what it forgets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def learned(uses: Iterable[str], memory: int = 1024) -> LearnedOrder:
 
 
 def right_predictions(order: LearnedOrder, uses: Sequence[str]) -> list[bool]:
-    """For each use, whether it was what the order expected next."""
+    """Return, for each use, whether the order expected it next."""
     answers = []
     for key in uses:
         answers.append(next(order.upcoming(1), None) == key)
@@ -61,9 +61,9 @@ def test_third_run_of_two_experts_is_fully_expected() -> None:
 
 @pytest.mark.parametrize(("keys", "passes"), [(2, 60), (5, 30), (57, 12)])
 def test_loop_interrupted_once_expects_no_interruption(keys: int, passes: int) -> None:
-    """The interruption is expected when the loop is as long as it was then, and not before."""
+    """The interruption is expected once the loop is as long as the last time, not earlier."""
     order = learned([*cycle(keys, passes), "other"])
-    # The uses after an interruption are new, and then that they do not repeat at once.
+    # Uses after an interruption are new; so is the fact that they do not repeat at once.
     right = right_predictions(order, [*cycle(keys, passes), "other"])
     assert right.count(False) <= 3
     assert all(right[2 * keys :])
@@ -72,7 +72,7 @@ def test_loop_interrupted_once_expects_no_interruption(keys: int, passes: int) -
 
 
 def test_prompts_of_two_lengths_are_told_apart_early() -> None:
-    """The longer is taken for the shorter until that would be over, and then for itself."""
+    """The longer one is taken for the shorter until that would end, then recognised."""
     short, long = prompts(1, 3, 6, steps=10), prompts(1, 3, 6, steps=16)
     order = learned([*long, *short])
     assert right_predictions(order, long).count(False) <= 3
@@ -81,10 +81,10 @@ def test_prompts_of_two_lengths_are_told_apart_early() -> None:
 def test_loop_starting_with_a_repeated_key_keeps_it() -> None:
     loop = ["a", "b", "a", *cycle(5, 1)]
     order = learned(["text", *loop, "a"])
-    # Behind either use of "a", which differ in what was before them as now does from both.
+    # After either use of "a": their contexts differ from each other, and both from this one.
     assert list(order.upcoming(2)) == ["g0", "g1"]
     assert [order.steps_until(key) for key in ("a", "b", "g0", "g1")] == [2, 1, 1, 2]
-    order.advance_past("b")  # so it was the first of them
+    order.advance_past("b")  # so the first one matched
     assert list(order.upcoming(3)) == ["a", "g0", "g1"]
     assert [order.steps_until(key) for key in ("a", "g0", "b")] == [1, 2, 8]
     assert not any(order.steps_until(key) == math.inf for key in loop)
@@ -141,7 +141,7 @@ def test_key_outside_the_history_is_not_expected() -> None:
     assert order.trusted
     assert order.steps_until("old0") == math.inf
     assert order.steps_until("new0") == 1
-    # Nothing that is long gone leaves a trace in what is kept, however many keys come and go.
+    # Keys that were forgotten long ago leave no trace, however many keys come and go.
     for i in range(500):
         order.advance_past(f"passing {i}")
     assert right_predictions(order, cycle(5, 4))[-5:] == [True] * 5
@@ -211,7 +211,7 @@ def test_expected_key_times_out_after_64_uses_plus_2_per_key() -> None:
     order = LearnedOrder()
     order.known.prefetch(["first", "second", "third"])
     for _ in range(32):
-        order.note_unordered_use("something else")  # told by the caller, ...
+        order.note_unordered_use("something else")  # reported by the caller, ...
         order.advance_past("something else")  # ... or not: both are uses
     left = {64: ["first", "second", "third"], 65: ["second", "third"], 66: ["second", "third"]}
     left |= {67: ["third"], 68: ["third"], 69: []}
@@ -236,7 +236,7 @@ def test_expectation_repeated_restarts_its_timeout_as_last() -> None:
 
 
 def test_registration_order_expects_four_keys() -> None:
-    """A wrong hint costs reads, so there are few; and no more than were asked for."""
+    """A wrong hint costs reads, so few keys are expected, and at most as many as requested."""
     order = LearnedOrder()
     for key in "abcdefgh":
         order.known.introduce(key)
@@ -266,7 +266,7 @@ def test_key_registered_again_comes_last() -> None:
     assert list(order.upcoming(9)) == ["e", "c", "last"]
 
 
-def test_hints_take_no_part_in_a_ranking() -> None:
+def test_registration_order_does_not_affect_ranks() -> None:
     order = LearnedOrder()
     for key in "ab":
         order.known.introduce(key)
@@ -277,8 +277,10 @@ def test_hints_take_no_part_in_a_ranking() -> None:
 
 
 def test_trust_is_lost_with_the_thirteenth_wrong_prediction() -> None:
-    """The first counts for a tenth, and those after it, which are guesses, for half of that:
-    0.9 * 0.95 ** 11 is 0.51, and 0.9 * 0.95 ** 12 is 0.49, less than a half."""
+    """The first counts for a tenth, and later ones, which are guesses, for half of that.
+
+    0.9 * 0.95 ** 11 is 0.51, and 0.9 * 0.95 ** 12 is 0.49, less than a half.
+    """
     order = learned(cycle(9, 4))
     latest = "g8"
     for number in range(13):
@@ -291,7 +293,7 @@ def test_trust_is_lost_with_the_thirteenth_wrong_prediction() -> None:
 
 
 def test_correct_predictions_without_trust_count() -> None:
-    """0.9 * 0.95 ** 12 is 0.49, and with one that is right 0.54."""
+    """0.9 * 0.95 ** 12 is 0.49, and with one right prediction 0.54."""
     order = learned([*cycle(9, 4)])
     latest = ""
     for _ in range(12):
@@ -381,7 +383,7 @@ def test_one_key_above_capacity_is_not_expected(known: int) -> None:
 
 
 def test_rate_decay_slows_with_more_keys() -> None:
-    """With four keys, to 1 / e in 4 uses; with five, in 8."""
+    """With four keys, rates decay to 1 / e in 4 uses; with five, in 8."""
     order = learned([*"bdacacbcdbabcacbdadbcdadacabad"])
     assert (order.trusted, order.learning) == (False, False)
     numbers = np.array([order.known.number(key) for key in "abcd"])
@@ -394,7 +396,7 @@ def test_rate_decay_slows_with_more_keys() -> None:
 
 
 def test_longest_run_may_begin_with_the_first_use() -> None:
-    """After x, a came z: once, and long ago. After y, a came other things, ten times."""
+    """z followed x, a once, long ago. Other keys followed y, a ten times."""
     order = learned([*"xaz", *"ya" * 10, *"xb", *"xa"])
     assert list(order.upcoming(1)) == ["z"]
 
@@ -424,8 +426,8 @@ def test_expected_keys_rank_by_position() -> None:
     assert ranks[0] - ranks[2] == 1
 
 
-def test_rate_with_a_larger_weight_ranks_higher() -> None:
-    """Whatever the ranks mean, what is missed so many times later goes sooner."""
+def test_farther_ranks_grow_with_the_factor() -> None:
+    """Whatever the ranks mean, a larger factor means earlier eviction."""
     random_uses = random.Random(1).choices([f"g{number}" for number in range(50)], k=2000)
     unknown, learning, cycle = LearnedOrder(4096), LearnedOrder(), LearnedOrder()
     for key in random_uses:

@@ -1,7 +1,7 @@
-"""Several workers share host memory: each one's order is learned by itself, and none starves.
+"""Several workers share host memory: each one's order is learned separately, and none starves.
 
-Rooms and groups are counted in groups of equal size where nothing else is said. A loop of 50 groups
-with room for n of them, one of which is in use, misses 51 - n of them in each pass at best.
+Unless stated otherwise, space is counted in groups of equal size. A loop of 50 groups with space
+for n of them, one of which is in use, misses at least 51 - n of them in each pass.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ForetellsNothing(LearnedOrder):
 
 
 def fetched_by_four(seed: int, planner: Planner | None) -> float:
-    """Groups per pass that four workers fetch, who go through one loop at most 5 groups apart."""
+    """Return the groups per pass that four workers fetch in one loop, at most 5 groups apart."""
     drawn = random.Random(seed)
     workers = Workers(sizes(A), 20, planner, seed)
     for stream in range(4):
@@ -104,7 +104,7 @@ def test_two_workers_get_half_the_space_each(
 
 
 class NoShares(UseStreams):
-    """The most recently used goes first, for all users."""
+    """A policy that evicts the most recently used group first, for all users."""
 
     def spared(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
         return np.zeros_like(super().spared(numbers))
@@ -135,7 +135,7 @@ def test_small_loop_leaves_its_rest_to_others() -> None:
     workers.add(Worker(0, A), Worker(1, B, 2.0, 0.1), Worker(2, small, 1.0, 0.2))
     workers.run(50 * 20)
     assert workers.misses(2, 2, 90) == 0
-    assert workers.misses(0, 3, 19) <= 27  # room for 25
+    assert workers.misses(0, 3, 19) <= 27  # space for 25
     assert workers.misses(1, 3, 9) <= 27
 
 
@@ -192,7 +192,7 @@ def test_shares_are_counted_in_bytes() -> None:
     workers = Workers(sizes(A) | dict.fromkeys(large, 8), 80)
     workers.add(Worker(0, A), Worker(1, large, 5.0, 0.1))
     workers.run(50 * 12)
-    assert workers.misses(0, 3, 11) <= 50 - 30  # half of the room is for 40
+    assert workers.misses(0, 3, 11) <= 50 - 30  # half of the space is for 40
     assert workers.misses(1, 3, 11) <= 10 - 4 + 1  # ... and for 5 of the large ones
 
 
@@ -215,7 +215,7 @@ def test_keys_used_long_ago_never_return() -> None:
 
 
 def paced(times: list[float]) -> UseStream:
-    """A stream that used one of three groups at each of these times."""
+    """Return a stream that used one of three groups at each of these times."""
     stream = UseStream(LearnedOrder(64), times[0])
     for count, now in enumerate(times):
         stream.use(f"g{count % 3}", now)
@@ -280,12 +280,12 @@ def test_stream_without_pace_stops_after_many_other_uses() -> None:
 
 
 class Told:
-    """A schedule of these keys on a clock."""
+    """A schedule of these keys, with a clock."""
 
     def __init__(self, keys: str) -> None:
         self.now = 0.0
         self.used: set[int] = set()
-        """The numbers of groups that are lent."""
+        """Return the numbers of leased groups."""
         self.schedule = UseStreams(
             lambda: self.now, self.used.__contains__, lambda: np.ones(16, dtype=np.int64)
         )
@@ -293,7 +293,7 @@ class Told:
             self.schedule.known.introduce(key)
 
     def use(self, stream: int, key: str) -> int:
-        """A use, of a group that stays lent. Returns the place of the stream."""
+        """Use a group, which stays leased. Returns the index of the stream."""
         self.used.add(self.schedule.known.number(key))
         return self.schedule.advance_past(key, stream)
 
@@ -458,7 +458,7 @@ def test_largest_holder_evicts_first_and_spares_shared_keys() -> None:
 
 
 def places(told: Told, uses: list[tuple[int, str]], *, lent: bool) -> list[int]:
-    """The place of the stream of each use. Groups stay lent until their user's next use, or not."""
+    """Return the stream of each use. Groups may stay leased until their user's next use."""
     latest: dict[int, int] = {}
     found = []
     for user, key in uses:
@@ -585,7 +585,7 @@ WAYS = {(Tier.DISK, Tier.HOST): 1.0, (Tier.HOST, Tier.DEVICE): 10.0}
 def test_simultaneous_models_wait_as_little_as_alone(
     count: int, device: bool, jitter: float
 ) -> None:
-    """Computing takes twice as long as reading, and there is room for less than half."""
+    """Computing takes twice as long as reading, and there is space for less than half."""
     drawn = random.Random(count)
     loops = [cycle(40, 1, f"{model} ") for model in range(count)]
     budgets: dict[Tier, int | None] = {Tier.HOST: 10 * count, Tier.DISK: None}
@@ -612,7 +612,7 @@ def test_simultaneous_models_wait_as_little_as_alone(
 
 
 def test_each_stream_may_prefetch_its_next_read_when_full() -> None:
-    """A little more than one group may be, as far as room goes, of one stream."""
+    """One stream may prefetch a little more than one group, as far as space allows."""
     loops = [cycle(12, 1, f"{model} ") for model in range(2)]
     planner = planner_for({Tier.HOST: 10, Tier.DISK: None}, "next-use")
     on_their_way: set[GroupId] = set()
@@ -655,7 +655,7 @@ def test_simultaneous_models_as_one_order_wait() -> None:
 
 @pytest.mark.parametrize("users", [1, 3])
 def test_alternating_users_are_planned_as_one(users: int) -> None:
-    """Instruction by instruction, with all that is fetched early."""
+    """Compare every instruction, including prefetches."""
     instructed = []
     for last in (1, users):
         planner = planner_for({Tier.HOST: 20, Tier.DISK: None}, "next-use")
@@ -797,7 +797,7 @@ class History:
 
 
 def test_groups_come_and_go_while_streams_continue() -> None:
-    """Each has a rank at once, however many there are: none yet, or what is left of it."""
+    """Each key has a rank at once, however many there are."""
     told, drawn = Told("abcxyz"), random.Random(4)
     more = [f"more {number}" for number in range(200)]
     there: set[str] = set()

@@ -1,4 +1,4 @@
-"""Loaded with a quantisation config straight into a store: what diffusers makes of it, once."""
+"""Loading with a quantisation config straight into a store gives diffusers' weights, once."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_touched_files_are_read_again_without_writing(
             written.append(store.stats().bytes_written)
         for file in folder.glob("*.safetensors"):
             os.utime(file)
-    assert 0 < written[1] < written[0] / 2  # where it came from, told anew
+    assert 0 < written[1] < written[0] / 2  # recorded under its new source
 
 
 def test_diffusers_quantises_as_before_afterwards(flux: Path, disk_dir: Path) -> None:

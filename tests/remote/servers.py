@@ -36,7 +36,7 @@ def free_port() -> int:
 
 @contextmanager
 def s3_server() -> Iterator[str]:
-    """The address of moto's S3 server, with an empty bucket."""
+    """Start moto's S3 server with an empty bucket; yield its address."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -64,7 +64,7 @@ def wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
 
 
 def environment(address: str) -> dict[str, str]:
-    """Variables by which obstore finds the server."""
+    """Return the environment variables by which obstore finds the server."""
     return {
         "AWS_ACCESS_KEY_ID": "key",
         "AWS_SECRET_ACCESS_KEY": "secret",
@@ -101,7 +101,7 @@ class Answer:
 
 
 Fault = Callable[["Handler", Answer], Answer | None]
-"""Makes another answer of one, or None: then it has said something itself, or nothing."""
+"""Changes a response, or returns None if it has answered itself or sent nothing."""
 
 
 @dataclass
@@ -172,7 +172,7 @@ class Handler(BaseHTTPRequestHandler):
         return answer
 
     def say(self, answer: Answer, body: bytes) -> None:
-        """Send an answer, but only so much of its body."""
+        """Send a response with only part of its body."""
         self.send_response(answer.status)
         for name, value in answer.headers.items():
             self.send_header(name, value)
@@ -196,7 +196,7 @@ class _Server(ThreadingHTTPServer):
 
 @contextmanager
 def proxied(upstream: str) -> Iterator[Proxy]:
-    """A proxy before a server."""
+    """Start a proxy before a server."""
     proxy = Proxy(upstream)
     handler = type("Bound", (Handler,), {"proxy": proxy})
     with _Server(("127.0.0.1", 0), handler) as server:
@@ -214,24 +214,24 @@ def proxied(upstream: str) -> Iterator[Proxy]:
 
 
 def late(handler: Handler, answer: Answer) -> Answer:
-    """It comes, but not soon."""
+    """Delay the response."""
     time.sleep(0.3)
     return answer
 
 
 def cut_before(handler: Handler, answer: Answer) -> None:
-    """The connection ends before anything was said."""
+    """Close the connection before the response."""
     handler.connection.shutdown(socket.SHUT_RDWR)
 
 
 def cut_inside(handler: Handler, answer: Answer) -> None:
-    """The connection ends in the middle of the body."""
+    """Close the connection in the middle of the body."""
     handler.say(answer, answer.body[: len(answer.body) // 2])
     handler.connection.shutdown(socket.SHUT_RDWR)
 
 
 def shorter(handler: Handler, answer: Answer) -> Answer:
-    """The body is shorter than the range, and the server says that this is all."""
+    """Send a body shorter than the range, with a matching length."""
     body = answer.body[: len(answer.body) // 2]
     headers = {k: v for k, v in answer.headers.items() if k.lower() != "content-length"}
     if handler.command == "HEAD":

@@ -30,7 +30,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The requests made: names of objects, and bytes of each read."""
+    """The requests made: object names, and the bytes of each read."""
     found: list[str] = []
     find, read = RemoteDirectory.find, RemoteObject.read
 
@@ -50,7 +50,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def put(names: dict[str, bytes]) -> str:
-    """The URL of a new directory with these objects."""
+    """Create a directory with these objects; return its URL."""
     url = f"memory://{uuid4()}"
     for name, data in names.items():
         memory_store(url).put(f"p/{name}", data)
@@ -100,7 +100,7 @@ def test_index_too_large_raises_before_reading(asked: list[str]) -> None:
 
 
 class Endless(BaseHTTPRequestHandler):
-    """A web server whose answers go on and on, but as many bytes as `most`."""
+    """A web server with endless responses, which stop after `most` bytes."""
 
     protocol_version = "HTTP/1.1"
     most = 256 << 20

@@ -1,4 +1,4 @@
-"""Kills workers of a service, or the service, at random moments, and looks at what is left.
+"""Kills workers of a service, or the service, at random moments, and checks what is left.
 
     python tests/service/killed.py workers|services COUNT SEED
 
@@ -41,7 +41,7 @@ CHILDREN: list[int] = []
 
 
 def forked(action: Callable[[], None]) -> int:
-    """A child that does something, and is killed: by itself, or by SIGABRT if that raises."""
+    """Fork a child that runs `action` and kills itself: with SIGABRT if `action` raises."""
     child = os.fork()
     if child:
         CHILDREN.append(child)
@@ -51,21 +51,21 @@ def forked(action: Callable[[], None]) -> int:
     except BaseException as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
         os.kill(os.getpid(), signal.SIGABRT)
-    os.kill(os.getpid(), signal.SIGKILL)  # without the ends of what it was forked from
+    os.kill(os.getpid(), signal.SIGKILL)  # without its parent's exit handlers
     raise AssertionError
 
 
 def end_children() -> None:
-    """End those that are left, however this ends."""
+    """Kill the remaining children."""
     for child in CHILDREN:
-        with contextlib.suppress(ChildProcessError):  # it was waited for
+        with contextlib.suppress(ChildProcessError):  # already reaped
             if os.waitpid(child, os.WNOHANG) == (0, 0):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
 
 
 def start_service(ram: int = RAM) -> int:
-    """The process of a service with so many bytes."""
+    """Start a service with `ram` bytes; return its process id."""
 
     def run() -> None:
         log = os.open("service.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -76,7 +76,7 @@ def start_service(ram: int = RAM) -> int:
 
 
 def connect() -> TierStore:
-    """A store of the service, which may be about to start."""
+    """Connect to the service, which may be about to start."""
     while True:
         with contextlib.suppress(ServiceLostError):
             return TierStore.connect(SOCKET, device="cpu")
@@ -96,7 +96,7 @@ def walk(store: TierStore, draw: random.Random, rounds: int) -> None:
 
 
 def worker(seed: int) -> None:
-    """Works until it is killed."""
+    """Work until killed."""
     torch.set_num_threads(1)
     draw = random.Random(seed)
     store = connect()
@@ -105,7 +105,7 @@ def worker(seed: int) -> None:
 
 
 def honest(seed: int) -> None:
-    """Sees all groups, and goes as one should."""
+    """Check all groups, and disconnect properly."""
     torch.set_num_threads(1)
     with connect() as store:
         store.register_checkpoint(CHECKPOINT)
@@ -120,7 +120,7 @@ def check_honest(seed: int) -> None:
 
 
 def lasting(count: Callable[[], int]) -> int:
-    """Return the permanent count: the service may be about to close the connection that asked."""
+    """Return the count once it is stable: the service may be about to close our connection."""
     found = count()
     for _ in range(10):
         time.sleep(0.02)
@@ -143,7 +143,7 @@ def left_over(service: int) -> LeftOver:
 
 
 def kill_workers(count: int, seed: int) -> dict[str, object]:
-    """Each worker is killed a random time after its start, while one or two others go on."""
+    """Kill each worker a random time after its start, while one or two others continue."""
     draw = random.Random(seed)
     service = start_service()
     check_honest(seed)
@@ -169,7 +169,7 @@ def kill_workers(count: int, seed: int) -> dict[str, object]:
 
 
 def kill_services(count: int, seed: int) -> dict[str, object]:
-    """Two workers go on while the service is killed and started again."""
+    """Kill and restart the service while two workers continue."""
     draw = random.Random(seed)
     service = start_service()
     workers = [forked(lambda n=n: worker(seed + n)) for n in range(2)]

@@ -41,7 +41,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadS
 
 @dataclass
 class Worker:
-    """Make every call of a worker's life, again and again under other names."""
+    """Makes every call of a worker, repeatedly and under new names."""
 
     place: Path
     tensors: dict[str, torch.Tensor]

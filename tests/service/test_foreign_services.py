@@ -117,7 +117,7 @@ def test_default_directory_of_another_user_is_not_used(
         default = sockets.runtime_directory()
         sockets.listen(os.path.join(default, "mine.sock")).close()
         assert sockets.running() == [os.path.join(default, "mine.sock")]
-        if kind == "link":  # to one of ours, and to another at the next moment
+        if kind == "link":  # to our directory, which another user then replaces
             os.rename(default, os.path.join(place, "ours"))
             os.symlink(os.path.join(place, "ours"), default)
         os.chown(default, NOBODY, NOBODY, follow_symlinks=False)

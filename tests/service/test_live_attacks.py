@@ -1,4 +1,4 @@
-"""A service that receives hostile messages goes on as if they had not been sent."""
+"""A service continues to work after hostile messages."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def session(data: Path) -> list[m.Message]:
 
 
 def send(service: ServiceProcess, data: bytes, descriptor: int) -> bytes:
-    """Send a stream to the service over a connection of its own. Returns what it says."""
+    """Send a stream to the service over a separate connection. Returns the reply."""
     said = b""
     with socket.socket(socket.AF_UNIX) as made:
         made.settimeout(20)
@@ -88,7 +88,7 @@ def send(service: ServiceProcess, data: bytes, descriptor: int) -> bytes:
 
 
 def attack(service: ServiceProcess, data: Path, chance: random.Random, times: int) -> int:
-    """Send so many changed sessions. Returns how many were served to their end."""
+    """Send mutated sessions. Returns how many were served to their end."""
     bodies = bodies_of(session(data))
     served = 0
     with data.open("rb") as file:

@@ -67,7 +67,7 @@ def test_report_of_a_connected_store_shows_its_leases(
             units = units_of(stats.allowed_bytes)
             leased, allowed = (size(n, units) for n in (stats.leased_bytes, stats.allowed_bytes))
             assert re.search(rf"^service +{leased} +{allowed} +\d+%$", shown, re.MULTILINE), shown
-            assert re.search(r"^HOST +0 B ", shown, re.MULTILINE), shown  # nothing of its own
+            assert re.search(r"^HOST +0 B ", shown, re.MULTILINE), shown  # nothing private
 
 
 def test_report_lists_waiters_and_their_wait_times(service: ThreadService, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_report_request_needs_no_worker(
         wait_until(lambda: len(service.server.connections) == 1)
         assert connection.allowance == allowance
     wait_until(lambda: not service.server.connections)
-    (went,) = log.messages  # and not a word of twenty that asked
+    (went,) = log.messages  # and no line about the twenty queries
     assert "disconnected" in went
 
 
@@ -127,7 +127,7 @@ def test_report_request_does_not_delay_a_refusal(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def asking(path: str, seconds: float) -> Iterator[None]:
-    """Somebody asks what the service does, again and again."""
+    """Query the service's status repeatedly on another thread."""
     stop = threading.Event()
 
     def ask() -> None:
@@ -186,7 +186,7 @@ def test_worker_names_are_truncated(service: ThreadService) -> None:
 
 @pytest.fixture
 def listening(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[socket.socket]:
-    """A socket called `s` in this directory, at which somebody else listens."""
+    """A socket `s` in this directory, on which another program listens."""
     monkeypatch.chdir(tmp_path)  # the path of a socket is short
     with socket.socket(socket.AF_UNIX) as made:
         made.bind("s")

@@ -1,4 +1,4 @@
-"""The events of a real run, played again from its trace: the planner decides as it did then."""
+"""Replaying the trace of a real run reproduces the planner's decisions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GROUPS = 8
 
 
 def work(store: TierStore, place: Path) -> None:
-    """A bit of everything: twice as many bytes as fit, reads, updates, hints, and what fails."""
+    """Run some of every operation, on twice the bytes that fit: also ones that fail."""
     save_file({f"weights.{n}": pages(n, 4) for n in range(GROUPS)}, place / "model.safetensors")
     keys = store.register_checkpoint(place / "model.safetensors")
     for n in range(GROUPS):
@@ -57,11 +57,11 @@ def work(store: TierStore, place: Path) -> None:
 
 
 def run(place: Path, device: str = "cpu") -> Path:
-    """A trace of a run on a device."""
+    """The trace of a run on a device."""
     with open_store(place / "store", 32 * PAGE, device) as store:
         work(store, place)
         stats = None
-        while stats != store.stats():  # what was fetched early is still arriving
+        while stats != store.stats():  # prefetched groups are still arriving
             wait_until_idle(store)
             if device != "cpu":
                 torch.accelerator.synchronize(store.device)
@@ -92,7 +92,7 @@ def moves_of(record: EventRecord) -> Counter[tuple[str, str, int]]:
 
 
 def told(hop: str, key: str, nbytes: int) -> tuple[str, str, int]:
-    """A move. In a checkpoint, groups lie anywhere: how much is read of them is not their size."""
+    """Return a move. Reads of weights have no size: it depends on their place in the file."""
     return KINDS[hop], key, 0 if hop == "DISK>HOST" and key.startswith("weights") else nbytes
 
 
@@ -123,7 +123,7 @@ def test_replay_of_a_run_gives_its_instructions(device: str, tmp_path: Path) -> 
 
 
 def edited(record: EventRecord, number: int, one: Handled) -> EventRecord:
-    """A record in which something else was handled, and told."""
+    """Return a record with an edited event or instruction."""
     handled = (*record.handled[:number], one, *record.handled[number + 1 :])
     return replace(record, handled=handled)
 
@@ -155,7 +155,7 @@ def test_replay_of_an_edited_record_names_the_edited_event(tmp_path: Path) -> No
     "change", [{"policy": "lru"}, {"budgets": {Tier.HOST: 24 * PAGE, Tier.DISK: None}}]
 )
 def test_replay_with_another_planner_differs(change: dict[str, Any], tmp_path: Path) -> None:
-    """The control: that the instructions are the same says something."""
+    """The control: another planner gives other instructions."""
     assert first_difference(replace(record_of(run(tmp_path)), **change)) is not None
 
 
@@ -177,7 +177,7 @@ def test_replay_without_a_beginning_raises(change: dict[str, Any], wrong: str) -
 
 @on_both
 def test_record_begins_anew_with_each_planner(device: str, tmp_path: Path) -> None:
-    """After a transaction that was cut short, with the budgets of that moment."""
+    """This happens after an interrupted transaction, with the budgets of that moment."""
     with TierStore(32 * PAGE, tmp_path / "store", device=device) as store:
         store.put("a", pages(1))
         if device != "cpu":

@@ -1,4 +1,4 @@
-"""The async twins: the event loop goes on, cancellation leaves nothing behind."""
+"""Async methods: the event loop keeps running, and cancellation leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ TICKS = 200
 
 
 class Ticker:
-    """Counts how often the event loop came round."""
+    """Counts the iterations of the event loop."""
 
     def __init__(self) -> None:
         self.ticks = 0
@@ -57,7 +57,7 @@ class Ticker:
             await asyncio.sleep(0)
 
     async def some(self) -> None:
-        """Wait for a good many ticks: on a loop that is blocked, they never come."""
+        """Wait for many ticks, which never come on a blocked loop."""
         enough = self.ticks + TICKS
         while self.ticks < enough:
             await asyncio.sleep(0)
@@ -86,7 +86,7 @@ def run(store: TierStore, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 def one_at_a_time(disk_dir: Path, device: str = "cpu") -> TierStore:
-    """A store with room for one group of the two that it holds."""
+    """A store with two groups, and space for one."""
     store = open_store(disk_dir, 4 * PAGE, device)
     store.put("held", pages(1, 4))
     store.put("wanted", pages(2, 4))
@@ -305,7 +305,7 @@ def test_call_cancelled_while_waiting_leaves_nothing(call: str, disk_dir: Path) 
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        with core_of(store).lock:  # at once, not when there is room
+        with core_of(store).lock:  # at once, not once there is space
             assert not core_of(store).planner.waited_for()
 
     run(store, main)
@@ -403,7 +403,7 @@ def test_loop_closed_during_a_call_leaves_no_obstacle(disk_dir: Path) -> None:
 
 
 async def act(store: TierStore, rng: random.Random, tag: int) -> None:
-    """One thing that may be cancelled anywhere."""
+    """An operation that may be cancelled anywhere."""
     key = rng.randrange(KEYS)
     name = f"key{key}"
     what = rng.choice(["read", "update", "get", "put", "put", "pair"])
@@ -496,7 +496,7 @@ def test_many_coroutines_share_a_small_budget(device: str, disk_dir: Path) -> No
 
 
 def test_waiting_puts_let_a_get_finish(disk_dir: Path) -> None:
-    """More puts wait than a loop has threads, and the room they need is held by a get."""
+    """More puts wait than a loop has threads, and a get holds the space they need."""
     store = one_at_a_time(disk_dir)
 
     async def main() -> None:

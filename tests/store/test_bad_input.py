@@ -318,7 +318,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 LAYERS = 8
-"""So many that, after the first was read, what is read ahead never reaches the last."""
+"""Enough that read-ahead after the first one never reaches the last."""
 
 
 def layers(first: int) -> dict[str, torch.Tensor]:
@@ -330,7 +330,7 @@ def truncate(path: Path) -> None:
 
 
 def newer(path: Path) -> Path:
-    """The same checkpoint with other values, beside it."""
+    """Write the same checkpoint with other values beside it."""
     new = path.with_suffix(".new")
     few = path.stat().st_size < LAYERS * 4 * PAGE
     save_file({"a": pages(7), "b": pages(8, 3)} if few else layers(100), new)
@@ -342,7 +342,7 @@ def rewrite_by_rename(path: Path) -> None:
 
 
 def overwrite(path: Path, restored: bool) -> None:
-    """Other values in the same place, as a download that starts again may write them."""
+    """Write other values in place, as a restarted download may do."""
     times = path.stat()
     with open(path, "r+b") as file:
         file.write(newer(path).read_bytes())
@@ -394,7 +394,7 @@ def test_checkpoint_changed_after_registration_raises(
 def test_checkpoint_deleted_while_open_is_still_read(
     change: str, device: str, checkpoint: Path, disk_dir: Path
 ) -> None:
-    """It is open, and is read on as what is mapped is; until no group lies in it any more."""
+    """The file stays open and readable, like a mapped one, while a group is in it."""
     save_file(layers(0), checkpoint)
     with open_store(disk_dir, device=device) as store:
         keys = store.register_checkpoint(checkpoint, "m/")
@@ -426,7 +426,7 @@ def test_checkpoint_deleted_while_closed_raises(checkpoint: Path, disk_dir: Path
 
 
 def test_checkpoint_without_stamp_check_reads_new_bytes(checkpoint: Path, disk_dir: Path) -> None:
-    """The control: it is the check that notices, not luck."""
+    """The control: without the check, the change is not noticed."""
     with open_store(disk_dir) as store:
         store.register_checkpoint(checkpoint, "m/")
         core_of(store).tiers.disk.files.check = lambda file, held: None  # type: ignore[method-assign]
@@ -438,7 +438,7 @@ def test_checkpoint_without_stamp_check_reads_new_bytes(checkpoint: Path, disk_d
 def test_changed_checkpoint_can_be_registered_again(
     replaced: bool, checkpoint: Path, disk_dir: Path
 ) -> None:
-    """As the error says; and what was promised before is not read from the new file."""
+    """As the error advises. Groups registered before are not read from the new file."""
     with open_store(disk_dir) as store:
         store.register_checkpoint(checkpoint, "old/")
         assert_group(store.get("old/a"), pages(1))
@@ -675,7 +675,7 @@ def test_disk_dir_parent_not_writable_raises(disk_dir: Path) -> None:
 
 @pytest.fixture
 def small_disk(disk_dir: Path, mounted: Callable[..., None]) -> Path:
-    """A disk_dir on a file system of its own that has room for about one megabyte."""
+    """A disk_dir on a separate file system with space for about one megabyte."""
     disk_dir.mkdir()
     mounted("-t", "tmpfs", "-o", "size=1m", "tmpfs", disk_dir)
     return disk_dir
@@ -1028,7 +1028,7 @@ def test_forked_child_raises(disk_dir: Path) -> None:
 
         assert in_a_child(child) == 0
         with pytest.raises(StoreLockedError):
-            open_store(disk_dir)  # the child's end did not give the lock away
+            open_store(disk_dir)  # the end of the child did not release the lock
         assert_group(store.get("key"), pages(1))
         store.put("key", pages(2))
     with open_store(disk_dir) as again:
@@ -1066,7 +1066,7 @@ def test_forked_child_at_a_bad_moment_ends(disk_dir: Path) -> None:
 
 
 def full_store(disk_dir: Path, device: str = "cpu") -> TierStore:
-    """Room for two groups, and three groups."""
+    """A store with three groups, and space for two."""
     store = open_store(disk_dir, 4 * PAGE, device)
     for name in "abc":
         store.put(name, pages(ord(name), 2))
@@ -1079,7 +1079,7 @@ def test_own_leases_filling_the_budget_raise(way: str, device: str, disk_dir: Pa
     store = full_store(disk_dir, device)
     with store.acquire("a"), store.acquire("b"):
         if way == "put" and device != "cpu":
-            store.put("new", pages(1, 2))  # there is still room on the host
+            store.put("new", pages(1, 2))  # there is still space on the host
         else:
             with pytest.raises(BudgetError) as error:
                 store.put("new", pages(1, 2)) if way == "put" else store.get("c")
@@ -1190,7 +1190,7 @@ def test_lost_lease_is_reclaimed_with_a_warning(
 ) -> None:
     store = full_store(disk_dir, device)
     lose(store, "a", access)
-    for name in "bcb":  # more than there is room for beside a
+    for name in "bcb":  # more than fit beside a
         with store.acquire(name, Access.UPDATE) as lease:
             assert_same(lease.tensor, pages(ord(name), 2))
     assert ("a" in store) == (access is not Access.TAKE)

@@ -105,7 +105,7 @@ def reopen(store: TierStore) -> TierStore:
 
 
 def assert_comes_back(store: TierStore, group: Group, expected: Group) -> None:
-    """From memory, from disk, and in a new store. Bytes are read exactly when there are any."""
+    """Check a group from memory, disk and a new store. Only non-empty groups cause reads."""
     store.put("key", group)
     assert_group(store.get("key"), expected)
     assert store.stats().bytes_read == 0
@@ -125,7 +125,7 @@ def assert_comes_back(store: TierStore, group: Group, expected: Group) -> None:
 
 
 def on(device: str, group: Group) -> Group:
-    """The same tensors on a device, strides kept. Sharing is not."""
+    """Return the tensors on a device, with their strides but without shared memory."""
     if device == "cpu":
         return group
     if isinstance(group, torch.Tensor):
@@ -213,7 +213,7 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def assert_tied(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    """The same tensors share memory, element for element: a write through one shows in all."""
+    """Check that the same tensors share memory: a write through one is visible in all."""
     found["weight"].view(torch.int32).copy_(torch.arange(64, dtype=torch.int32).reshape(8, 8))
     expected["weight"].view(torch.int32).copy_(torch.arange(64, dtype=torch.int32).reshape(8, 8))
     found["bytes"].fill_(9)
@@ -271,7 +271,7 @@ def version(number: int) -> dict[str, torch.Tensor]:
 
 
 class Witness:
-    """Reads a group over and over and notes every reading that mixes two versions."""
+    """Reads a group repeatedly and records every read that mixes two versions."""
 
     def __init__(self, store: TierStore) -> None:
         self.store = store
@@ -306,7 +306,7 @@ def replaced_under_readers(store: TierStore, replace: Callable[[int], None]) -> 
 
 
 def push_aside(store: TierStore, number: int) -> None:
-    """Now and then something else wants the room, so that readers read from disk."""
+    """Occasionally evict the group, so that readers read from disk."""
     if number % 5 == 0:
         store.put("other", pages(number, 6), durable=False)
 
@@ -324,7 +324,7 @@ def test_readers_see_the_old_or_the_new_group(disk_dir: Path) -> None:
 
 
 def test_readers_would_notice_a_mix(disk_dir: Path) -> None:
-    """The control: a writer that overwrites the group where it lies is caught."""
+    """The control: a writer that overwrites the group in place is caught."""
     store = open_store(disk_dir, ram=14 * PAGE)
 
     def overwrite(number: int) -> None:
@@ -355,7 +355,7 @@ def test_lease_of_the_old_group_keeps_it(disk_dir: Path) -> None:
 
 
 def slow_fill(store: TierStore, name: str) -> tuple[threading.Event, threading.Event]:
-    """Puts of the thread `name` stop before they copy; returns (has stopped, may go on)."""
+    """Stop puts of the thread `name` before they copy; return (has stopped, may continue)."""
     stopped, go_on = threading.Event(), threading.Event()
     fill = core_of(store).tiers.host.fill
 
@@ -371,7 +371,7 @@ def slow_fill(store: TierStore, name: str) -> tuple[threading.Event, threading.E
 
 @pytest.mark.parametrize("meanwhile", ["put and flush", "discard"])
 def test_slow_put_overtaken_by_others_is_not_lost(meanwhile: str, disk_dir: Path) -> None:
-    """Disk and memory agree about which of two puts at the same time was the last."""
+    """Disk and memory agree on which of two concurrent puts came last."""
     store = open_store(disk_dir)
     store.put("key", pages(0))
     store.flush()
@@ -441,7 +441,7 @@ def test_flushed_group_survives_a_kill(disk_dir: Path) -> None:
 def test_object_files_load_with_plain_safetensors(name: str, disk_dir: Path) -> None:
     group = lasting()[name]
     tensors = {name: group} if isinstance(group, torch.Tensor) else dict(group)
-    tensors.pop("F8_E8M0", None)  # no release of safetensors hands this one to torch
+    tensors.pop("F8_E8M0", None)  # no release of safetensors converts this dtype for torch
     with open_store(disk_dir) as store:
         store.put(name, group if isinstance(group, torch.Tensor) else tensors)
         store.flush()
@@ -495,7 +495,7 @@ def test_group_made_ephemeral_is_gone_after_reopening(disk_dir: Path) -> None:
     store.put("key", pages(2), durable=False)
     assert_group(store.get("key"), pages(2))
     store = reopen(store)
-    # Never a newer value than was promised to last, and never a damaged one.
+    # Only a value that was promised to be durable, and never a damaged one.
     if "key" in store:
         assert_group(store.get("key"), pages(1))
     store.close()
@@ -568,8 +568,8 @@ def test_invalid_keys_raise(key: object, error: type[Exception], disk_dir: Path)
 
 @st.composite
 def strided(draw: st.DrawFn, storages: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Any view of some storage: any shape, stride and offset that stays inside it."""
-    # Some dtypes more often than others: so that tensors of several sizes meet in one storage.
+    """Draw a view of a storage: any shape, stride and offset that stays inside it."""
+    # Some dtypes more often than others, so that several element sizes share one storage.
     dtype = DTYPES[draw(st.sampled_from(["U8", "F32", "C64"]) | st.sampled_from(sorted(DTYPES)))]
     kind = "bool" if dtype is torch.bool else draw(st.sampled_from(["raw", "other"]))
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
@@ -675,7 +675,7 @@ def test_side_stream_without_the_wait_reads_garbage(late_pretend: Any, disk_dir:
 
 
 def read_late(store: TierStore) -> torch.Tensor:
-    """Queue a download on a stream of the caller, release, and have the slot used again."""
+    """Queue a download on the caller's stream, release, and reuse the slot."""
     mine = torch.Stream(device=DEVICE_0)
     target = torch.zeros(
         core_of(store).planner.budgets[core_of(store).planner.top] // 4,

@@ -1,4 +1,4 @@
-"""A resting lease costs nothing: it is used again, or recalled when its space is needed."""
+"""A resting lease is reused, or recalled when its space is needed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tierstore.errors import BudgetError, LeaseError
 from tierstore.lease import make_revocable, resume
 from tierstore.model.tiers import HostAccess
 
-HALF = 2  # pages of a group, of a budget of four: two have room
+HALF = 2  # pages of a group; the budget is four pages
 
 
 def half_full(disk_dir: Path, device: str, **options: Any) -> TierStore:
-    """A store in which there is room for two of its three groups."""
+    """Return a store with space for two of its three groups."""
     store = open_store(disk_dir, ram=2 * HALF * PAGE, device=device, **options)
     for number in range(3):
         store.put(f"g{number}", pages(number, HALF))
@@ -44,7 +44,7 @@ def resting(store: TierStore, key: str) -> Lease:
 
 
 def two_resting(store: TierStore) -> list[Lease]:
-    """Leases of all that is there."""
+    """Return resting leases of both resident groups."""
     leases = [store.acquire("g0"), store.acquire("g1")]
     assert all(make_revocable(lease) for lease in leases)
     return leases
@@ -68,7 +68,7 @@ def test_resting_lease_is_reused_without_acquire(device: str, disk_dir: Path) ->
             assert make_revocable(lease)
         assert acquires(store) == asked
         assert resume(lease)
-        with pytest.raises(LeaseError):  # it is one like any other
+        with pytest.raises(LeaseError):  # an ordinary lease again
             store.acquire("g0", Access.UPDATE)
         lease.release()
         store.acquire("g0", Access.UPDATE).release()
@@ -88,7 +88,7 @@ def test_resting_lease_yields_its_space_on_demand(device: str, disk_dir: Path) -
 
 @on_both
 def test_resting_lease_in_use_keeps_its_space(device: str, disk_dir: Path) -> None:
-    """The control for the test above: there is no room beside both."""
+    """The control for the test above: both take all space."""
     with half_full(disk_dir, device) as store:
         leases = two_resting(store)
         assert all(resume(lease) for lease in leases)
@@ -115,11 +115,11 @@ def hold(store: TierStore) -> None:
 @on_both
 @pytest.mark.parametrize("act", [change, replace, hold])
 def test_resting_lease_does_not_delay_waiters(act: Any, device: str, disk_dir: Path) -> None:
-    """Its own holder asks here: who holds a lease that is in use would be refused."""
+    """The holder itself makes the request: with an active lease, it would raise."""
     with half_full(disk_dir, device) as store:
         lease = resting(store, "g0")
         act(store)
-        if act is not replace or device == "cpu":  # there, the room that is needed is another
+        if act is not replace or device == "cpu":  # on a device, other space is needed
             assert not resume(lease)
         lease.release()
 
@@ -131,7 +131,7 @@ def test_resting_leases_are_not_recalled_for_arriving_groups(device: str, disk_d
         store.offload("g1")
         lease = resting(store, "g0")
         missed = store.stats().misses
-        with store.acquire("g1"):  # there is room for it
+        with store.acquire("g1"):  # there is space for it
             assert store.stats().misses == missed + 1
         assert resume(lease)
         lease.release()
@@ -188,7 +188,7 @@ def test_resting_is_for_read_leases_only(device: str, disk_dir: Path) -> None:
 
 
 class Reader(threading.Thread):
-    """Reads a group over and over, and lets its lease rest in between."""
+    """Reads a group repeatedly, and lets its lease rest in between."""
 
     def __init__(self, store: TierStore, done: threading.Event) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class Reader(threading.Thread):
             if not resume(lease):
                 return
         lease.release()
-        time.sleep(0.001)  # others have their turn
+        time.sleep(0.001)  # let others run
 
 
 def test_resting_lease_reader_sees_no_change(disk_dir: Path) -> None:
@@ -239,9 +239,9 @@ def test_resting_lease_reader_sees_no_change(disk_dir: Path) -> None:
 def test_resting_lease_memory_waits_for_its_stream(
     guarded: bool, late_pretend: Any, disk_dir: Path
 ) -> None:
-    """The download is queued on a stream of the holder's, and runs only when somebody waits.
+    """The download is queued on the holder's stream, and runs only when a thread waits for it.
 
-    Without the guard, another thread, which knows nothing of that stream, would overwrite it.
+    Without the guard, another thread, which does not know that stream, would overwrite the memory.
     """
     with half_full(disk_dir, ACCELERATOR) as store:
         if not guarded:
@@ -252,7 +252,7 @@ def test_resting_lease_memory_waits_for_its_stream(
             lease = store.acquire("g1")
             target.copy_(lease.tensor, non_blocking=True)
             assert make_revocable(lease)
-        with store.acquire("g0"):  # so that it is the other that has to go
+        with store.acquire("g0"):  # so that g1 has to be evicted
             thread = threading.Thread(target=lambda: store.get("g2").cpu())
             thread.start()
             thread.join(PATIENCE)

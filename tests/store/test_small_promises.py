@@ -1,4 +1,4 @@
-"""Promises about what seldom happens, each small enough for a test of its own."""
+"""Promises about rare cases, each small enough for one test."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from tierstore.store import engine_of
 
 
 class Caller(threading.Thread):
-    """Does something on a thread of its own, and keeps what came of it."""
+    """Runs a function on a separate thread, and keeps its result or error."""
 
     def __init__(self, act: Callable[[], Any]) -> None:
         super().__init__(daemon=True)
@@ -70,13 +70,13 @@ class Caller(threading.Thread):
 
 
 def wait_for_a_request(store: TierStore) -> None:
-    """Until somebody has tried in vain."""
+    """Wait until a request is blocked."""
     wait_until(lambda: bool(core_of(store).queue.requests()), "nobody waits")
 
 
 @pytest.fixture
 def must_be_woken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A waiter polls by itself only after a long time."""
+    """Disable polling: waiters must be notified."""
     monkeypatch.setattr("tierstore.engine.request_loop.POLL_SECONDS", 100 * PATIENCE)
 
 
@@ -186,7 +186,7 @@ def test_update_waiter_raises_when_group_becomes_permanent(
     with open_store(disk_dir, device=ACCELERATOR, device_budget=4 * PAGE) as store:
         store.put("filler", pages(0, 4))
         mutable(store).create("key", {"a": pages(1, 2)})
-        with store.acquire("filler"):  # so that there is no room for it on the device
+        with store.acquire("filler"):  # leaves no space for it on the device
             waiting = Caller(lambda: store.acquire("key", Access.UPDATE))
             wait_for_a_request(store)
             with mutable(store).lease_in_host("key", HostAccess.PERMANENT):
@@ -203,7 +203,7 @@ def test_held_group_can_be_released_twice(device: str, disk_dir: Path) -> None:
         lease = mutable(store).lease_in_host("key", HostAccess.UPDATE)
         lease.release()
         with mutable(store).lease_in_host("key", HostAccess.UPDATE):
-            lease.release()  # it is not this one's to give back
+            lease.release()  # this lease has ended already
             assert len(core_of(store).leases) == 1
         assert_at_rest(store)
 
@@ -255,8 +255,8 @@ def test_interrupt_leaves_permanent_holds_known(disk_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("learned", [True, False])
-def test_learned_order_alone_prefetches_nothing(learned: bool, disk_dir: Path) -> None:
-    """The user prefetches groups that are updated. The store learns the order of the others."""
+def test_only_groups_in_the_learned_order_are_prefetched(learned: bool, disk_dir: Path) -> None:
+    """The user prefetches mutable groups. The store learns the order of the others."""
     with open_store(disk_dir, ram=4 * PAGE) as store:
         keys = [f"g{i}" for i in range(6)]
         for key in keys:
@@ -274,7 +274,7 @@ def test_learned_order_alone_prefetches_nothing(learned: bool, disk_dir: Path) -
 
 @on_both
 def test_permanent_lease_is_never_waited_for(device: str, disk_dir: Path) -> None:
-    """Its space does not come back: a request for it raises, though its holder is not waiting."""
+    """Its space is never freed: a request for it raises, although the holder does not wait."""
     with open_store(disk_dir, ram=4 * PAGE, device=device) as store:
         store.put("kept", pages(1, 3))
         store.put("other", pages(2, 3))
@@ -287,7 +287,7 @@ def test_permanent_lease_is_never_waited_for(device: str, disk_dir: Path) -> Non
 
 @contextmanager
 def arriving(store: TierStore) -> Iterator[Gate]:
-    """A group that was put away, on its way to memory: it arrives when the gate is opened."""
+    """Prefetch a group from disk that arrives when the gate is opened."""
     mutable(store).create("coming", {"a": pages(1)})
     mutable(store).move_to_disk(["coming"])
     with held_calls("preadv") as gate:
@@ -444,7 +444,7 @@ def test_hold_waiter_succeeds_after_an_interrupted_holder(disk_dir: Path) -> Non
 
 @needs_accelerator
 def test_waiter_gets_a_group_despite_an_interrupted_put(disk_dir: Path) -> None:
-    """It was put by then, and only the file of what it replaced was waited for."""
+    """The put was complete; it only waited for the file of the old group."""
     others: list[Caller] = []
     with open_store(disk_dir, device=ACCELERATOR, device_budget=4 * PAGE) as store:
         store.put("filler", pages(0, 4))
@@ -568,7 +568,7 @@ def test_trace_begins_with_the_groups_present_at_open(disk_dir: Path, tmp_path: 
 def test_key_discarded_by_a_finalizer_is_free_at_once(
     way: str, disk_dir: Path, tmp_path: Path
 ) -> None:
-    """The finalizer runs in the middle of a call: what it discards goes with the next one."""
+    """The finalizer runs in the middle of a call: the next call carries out its discard."""
     save_file({"k": pages(2)}, tmp_path / "m.safetensors")
     with open_store(disk_dir) as store:
         if way == "put and register":

@@ -1,4 +1,4 @@
-"""Groups that change all the time: held in host memory, shown from their place on disk."""
+"""Mutable groups: leased in host memory, and viewed in their place on disk."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def several(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def settled(store: TierStore, key: str, tensors: Tensors) -> dict[str, torch.Tensor]:
-    """The group, put away and shown."""
+    """Move the group to disk, and return views of it there."""
     mutable(store).create(key, tensors)
     mutable(store).move_to_disk([key])
     return mutable(store).view_on_disk(key)
@@ -84,7 +84,7 @@ def held_values(
 
 
 def assert_values(found: Tensors, expected: Tensors) -> None:
-    """The same bits in the same shapes, wherever and however they lie."""
+    """Check that bits and shapes are equal, whatever the device and strides."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].shape == tensor.shape
@@ -220,7 +220,7 @@ def test_state_empty_group_works(device: str, disk_dir: Path) -> None:
 
 @on_both
 def test_state_group_keeps_its_address(device: str, disk_dir: Path) -> None:
-    """Much more is written than there is room for: the file does not grow."""
+    """Far more is written than fits into memory, but the file does not grow."""
     with open_store(disk_dir, 8 * PAGE, device) as store:
         keys = [f"g{i}" for i in range(6)]
         shown = {key: settled(store, key, {"a": pages(0, 3)})["a"] for key in keys}
@@ -274,7 +274,7 @@ def test_state_views_outlive_the_store(device: str, disk_dir: Path) -> None:
 
 
 def wait_for_a_request(store: TierStore) -> None:
-    """Until somebody has tried in vain."""
+    """Wait until a request is blocked."""
     wait_until(lambda: bool(core_of(store).queue.requests()), "nobody waits")
 
 
@@ -513,7 +513,7 @@ def test_state_lost_lease_is_reclaimed(device: str, disk_dir: Path) -> None:
             del lease
             gc.collect()
             assert (held_values(store, "key", HostAccess.UPDATE)["a"] == 5).all()
-        mutable(store).create("other", {"a": pages(2, 6)})  # nor is its room held
+        mutable(store).create("other", {"a": pages(2, 6)})  # nor is its space held
         assert_sound(store)
 
 
@@ -539,7 +539,7 @@ def test_state_prefetch_goes_to_the_requested_tier(device: str, disk_dir: Path) 
 
 @on_both
 def test_state_arriving_during_flush_is_ignored(device: str, disk_dir: Path) -> None:
-    """It was read before somebody wrote to what is shown."""
+    """It was read before a write to its view on disk."""
     gate = Gate()
     reads = system_call("preadv", after=gate.hold)
     with open_store(disk_dir, device=device) as store, reads:
@@ -564,7 +564,7 @@ def test_state_arriving_during_flush_is_ignored(device: str, disk_dir: Path) -> 
 def test_state_arrival_can_be_awaited_without_demand(
     device: str, disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then it takes room. Nothing else is waited for: not what is there, nor what is not."""
+    """Until then it takes space. Resident and unknown groups are not waited for."""
     last_hop = DiskToHost if device == "cpu" else HostToDevice
     memory = nullcontext() if device == "cpu" else pageable()
     with memory, open_store(disk_dir, device=device) as store:  # who queues copies is the store's
@@ -591,7 +591,7 @@ def test_state_arrival_can_be_awaited_without_demand(
 
 @on_both
 def test_state_threads_update_separate_groups(device: str, disk_dir: Path) -> None:
-    """In a quarter of the memory that all of them take, the promises are looked at all the time."""
+    """The promises are checked continuously, with memory for a quarter of the groups."""
     groups, size = 8, 3
     with open_store(disk_dir, groups * size * PAGE // 2, device) as store:
         check = core_of(store).planner.check

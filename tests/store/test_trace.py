@@ -1,4 +1,4 @@
-"""Traces: sound as files, and true."""
+"""Traces: valid files that agree with the statistics."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tierstore.observe.trace import COMPUTE, STALLS, read_trace
 
 
 def fill(store: TierStore, count: int, size: int = 2) -> list[str]:
-    """Put so many groups."""
+    """Put `count` groups, and flush."""
     keys = [f"layer/{i}" for i in range(count)]
     for i, key in enumerate(keys):
         store.put(key, pages(i, size))
@@ -42,7 +42,7 @@ def fill(store: TierStore, count: int, size: int = 2) -> list[str]:
 
 
 def slow_reads(seconds: float) -> AbstractContextManager[list[Call]]:
-    """Every read of a file takes so long."""
+    """Make every read of a file take `seconds`."""
     return system_call("preadv", before=lambda: time.sleep(seconds))
 
 
@@ -141,7 +141,7 @@ def test_transfer_hidden_behind_compute_is_no_stall(disk_dir: Path) -> None:
     assert stats.busy_seconds["DISK>HOST"] >= 0.02
 
 
-def test_store_without_transfers_hides_everything(disk_dir: Path, tmp_path: Path) -> None:
+def test_store_without_transfers_has_full_overlap(disk_dir: Path, tmp_path: Path) -> None:
     with open_store(disk_dir) as store:
         assert (store.stats().overlap, store.stats().busy_seconds) == (1.0, {})
         store.trace(tmp_path / "trace.json")
@@ -210,7 +210,7 @@ def test_caller_with_several_leases_computes_once_at_a_time(disk_dir: Path, tmp_
             with store.acquire("layer/1"):
                 time.sleep(0.005)
             time.sleep(0.005)
-            store.trace(path)  # layer/0 is still out
+            store.trace(path)  # layer/0 is still leased
             document = traces.check(path, store.stats())
     computed = traces.slices(document, COMPUTE)
     assert [event["name"] for event in computed] == ["layer/0", "layer/1", "layer/0"]
@@ -247,9 +247,7 @@ def test_closed_store_can_be_traced(disk_dir: Path, tmp_path: Path) -> None:
     assert len(traces.slices(document, "disk write")) == 1, "closing wrote it"
 
 
-def test_forgotten_events_are_reported_and_totals_stay_exact(
-    disk_dir: Path, tmp_path: Path
-) -> None:
+def test_dropped_events_are_reported_and_totals_stay_exact(disk_dir: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     with open_store(disk_dir, 8 * PAGE) as store:
         journal = core_of(store).mover.journal
@@ -392,7 +390,7 @@ def test_device_hop_is_timed_by_the_device(disk_dir: Path, tmp_path: Path) -> No
             with store.acquire(key) as lease:
                 lease.tensor.add(1)
         wait_until_idle(store)
-        torch.accelerator.synchronize()  # what was queued last, too
+        torch.accelerator.synchronize()  # including the work queued last
         stats = store.stats()
         store.trace(path)
     document = traces.check(path, stats)

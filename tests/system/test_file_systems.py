@@ -39,7 +39,7 @@ def test_store_on_a_disk_does_not_warn(disk_dir: Path, caplog: pytest.LogCapture
 def test_directory_shared_between_machines_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file of mounts stands for a network that is not here."""
+    """A fake mount table simulates a network file system."""
     mounts = tmp_path / "mountinfo"
     mounts.write_text(
         "1 0 8:1 / / rw - ext4 /dev/sda rw\n"

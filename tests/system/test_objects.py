@@ -93,7 +93,7 @@ def test_truncated_header_is_invalid(store: Path) -> None:
 
 
 def failing(name: str, number: int, part: str) -> AbstractContextManager[list[Call]]:
-    """Inside, a system call on a path that ends with `part` fails."""
+    """Make a system call fail on paths that end with `part`."""
 
     def concerns(call: Call) -> bool:
         return not isinstance(call.args[0], int) and str(call.args[0]).endswith(part)
@@ -135,7 +135,7 @@ def test_object_without_status_is_reported(number: int, store: Path) -> None:
 
 
 class Untyped:
-    """A directory entry of a file system that tells what it is only with the status, and fails."""
+    """A directory entry without a type, whose status cannot be read."""
 
     def __init__(self, entry: os.DirEntry[str]) -> None:
         self.name = entry.name
@@ -259,13 +259,13 @@ def test_header_with_a_flipped_bit_is_reported(store: Path) -> None:
     path = object_file(store, KEY)
     raw = bytearray(path.read_bytes())
     where = raw.index(b'"tierstore.format"')
-    raw[where + 2] ^= 1  # still a header, of another name
+    raw[where + 2] ^= 1  # still a valid header, with another name
     path.write_bytes(raw)
     [found] = find_objects(store)
     assert found.stored is None and found.error is not None
     padding = bytearray(raw)
     padding[where + 2] ^= 1
-    padding[padding.index(b"   ") + 1] = ord("\t")  # still says the same
+    padding[padding.index(b"   ") + 1] = ord("\t")  # still has the same meaning
     path.write_bytes(padding)
     with pytest.raises(CorruptDataError, match="does not match its checksum") as error:
         read_valid_object(str(path))
@@ -327,7 +327,7 @@ def test_object_vanishing_during_a_read_is_skipped(crowded: list[str], disk_dir:
 
 
 def cached(call: Call) -> int:
-    """A read of the page cache alone, where the page cache has everything."""
+    """Read as from a page cache that holds everything."""
     descriptor, (room,), offset, _ = call.args
     data = os.pread(descriptor, len(room), offset)
     room[: len(data)] = data
@@ -364,7 +364,7 @@ def test_cached_headers_are_read_by_the_caller(crowded: list[str], disk_dir: Pat
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EOPNOTSUPP, errno.EIO])
 def test_disk_headers_are_read_in_parallel(number: int, crowded: list[str], disk_dir: Path) -> None:
-    """A disk that is slow to answer is asked for several, and for each header once."""
+    """From a slow disk, several headers are read at a time, each of them once."""
     several = threading.Barrier(3)  # a single thread would wait until the timeout
     first = {object_file(disk_dir, crowded[i]).name for i in (0, 16, 32)}
 
@@ -381,7 +381,7 @@ def test_disk_headers_are_read_in_parallel(number: int, crowded: list[str], disk
     assert len(asked) == 1 and len(reads) == len(crowded)
 
 
-def test_file_replacing_an_object_raises(crowded: list[str], disk_dir: Path) -> None:
+def test_file_replacing_an_object_is_reported(crowded: list[str], disk_dir: Path) -> None:
     """It was a regular file when the directory was listed."""
     path = object_file(disk_dir, crowded[5])
 

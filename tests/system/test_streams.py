@@ -24,7 +24,7 @@ pytestmark = pytest.mark.floor
 
 NBYTES = 64 << 10
 KINDS = ("disk", "onload", "offload", "copy")
-"""Run on a thread that a store has for slow work."""
+"""Kinds of threads on which a store does slow work."""
 
 
 class TwoThreads:
@@ -95,7 +95,7 @@ def test_threads_allocating_at_once_return_to_their_streams() -> None:
     stream = torch.Stream(device)
 
     def make() -> None:
-        arena = device_arena(None, device, stream)  # one for each: its own lock would part them
+        arena = device_arena(None, device, stream)  # one each: it has a lock
         with BeforeEach("empty", two.meet):
             arena.fill(arena.take(NBYTES))
 
@@ -140,7 +140,7 @@ def test_store_threads_work_on_its_device(index: int, disk_dir: Path) -> None:
     with pageable(), store:
         for key in "abcd":
             store.put(key, torch.ones(NBYTES, dtype=torch.uint8))
-        store.put("large", torch.ones(2 * NBYTES, dtype=torch.uint8))  # others are made anew
+        store.put("large", torch.ones(2 * NBYTES, dtype=torch.uint8))  # others are created again
         for key in "abcd":
             with store.acquire(key, Access.UPDATE) as lease:
                 lease.tensor.add_(1)

@@ -1,4 +1,4 @@
-"""Memory of one tier: what the books say and what really exists are never above the budget."""
+"""Memory of one tier: neither accounted nor real memory exceeds the budget."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BUDGET = 12 * PAGE
 
 
 class Memory:
-    """Makes and unmakes memory, and knows how much of it exists."""
+    """Allocates and frees memory, and counts how much exists."""
 
     def __init__(self) -> None:
         self.exists = 0
@@ -52,7 +52,7 @@ class Memory:
 
 
 class Work:
-    """Device work that uses a slot's memory until somebody waits for it."""
+    """Device work that uses a slot's memory until a thread waits for it."""
 
     def __init__(self, then: Callable[[], None] = lambda: None) -> None:
         self.over = False
@@ -254,7 +254,7 @@ def test_slot_released_while_filling_is_freed_before_the_next() -> None:
 
 
 def test_concurrent_fills_stay_within_budget() -> None:
-    """Each takes and gives under a lock, as the store does, and fills outside it."""
+    """Each thread takes and releases slots under a lock, like a store, and fills outside it."""
     memory = Memory()
     arena = Arena(BUDGET, memory.make, memory.free)
     lock, used, wrong = threading.Lock(), [0], []
@@ -289,7 +289,7 @@ def test_concurrent_fills_stay_within_budget() -> None:
     assert memory.exists == arena.bytes_held == 0
 
 
-def test_slot_wait_time_includes_later_arrivals() -> None:
+def test_slot_wait_includes_work_added_meanwhile() -> None:
     slot = Slot(PAGE)
     late = Work()
     slot.pending.append(Work(then=lambda: slot.pending.append(late)))
@@ -340,7 +340,7 @@ def test_device_memory_is_counted_to_the_byte() -> None:
     assert pretend.memory_allocated() == before
 
 
-# Books that are made anew ------------------------------------------------------------------------
+# Recounting --------------------------------------------------------------------------------------
 
 
 def test_interrupted_bookkeeping_recovers_all_space() -> None:
@@ -352,7 +352,7 @@ def test_interrupted_bookkeeping_recovers_all_space() -> None:
     arena.release(idle)
     arena.recount([used])
     assert arena.bytes_held == 8 * PAGE
-    whole = arena.take(8 * PAGE)  # what idles makes room for it, and what was lost has
+    whole = arena.take(8 * PAGE)  # idle and lost slots were freed for it
     arena.fill(whole)
     assert idle.memory is None
     assert arena.bytes_held == BUDGET

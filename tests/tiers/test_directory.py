@@ -1,4 +1,4 @@
-"""The store's directory: commits that are whole or absent, and trust in nothing that lies there."""
+"""The store's directory: commits are whole or absent, and no file in it is trusted."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_process_death_leaves_the_old_or_the_new_group(
     ("protocol", "wrong"), [("in place", "a mix"), ("remove and write", "absent")]
 )
 def test_weaker_commit_protocol_is_caught(protocol: str, wrong: str, disk_dir: Path) -> None:
-    """The control: the same search finds what is wrong with these."""
+    """The control: the same search finds the fault of each."""
     assert wrong in [found for _, found in dying(protocol, True, disk_dir)]
 
 
@@ -100,7 +100,7 @@ LASTING = ("pwrite", "fsync", "posix_fallocate", "rename", "mkdir", "unlink")
 
 
 class Recorder:
-    """Notes calls that make files last, with the names of what they were about."""
+    """Records calls that make files durable, with the names of the files."""
 
     def __init__(self, root: Path) -> None:
         self.calls: list[tuple[str, str]] = []
@@ -218,7 +218,7 @@ def test_directory_is_private_to_its_user(mask: int, disk_dir: Path) -> None:
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Iterator[Path]:
-    """A file and a directory of somebody else, which must not change."""
+    """A file and a directory of another program, which must not change."""
     outside = tmp_path / "outside"
     (outside / "folder").mkdir(parents=True)
     (outside / "file").write_text("secret")

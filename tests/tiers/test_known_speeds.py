@@ -57,7 +57,7 @@ def test_known_speeds_file_is_private_to_its_owner(tmp_path: Path, cache: Path) 
 
 @pytest.mark.parametrize("part", [1, 2], ids=["device", "identity"])
 def test_known_speed_of_another_file_system_is_none(part: int, data: str) -> None:
-    """Neither another disk, nor a disk that has the number of one that is gone."""
+    """Neither another disk, nor one that reuses the number of a removed disk."""
     file = remember(data, FOUND)
     assert known_speed(data) == FOUND
     renamed(
@@ -70,10 +70,7 @@ def test_known_speed_of_another_file_system_is_none(part: int, data: str) -> Non
 
 
 def renamed(file: Path, name: Callable[[list[str]], list[str]]) -> None:
-    """Measure under another machine, device or file system.
-
-    All three have names.
-    """
+    """Rewrite the entry, as if measured on another machine, device or file system."""
     document = json.loads(file.read_text())
     ((known, entry),) = document["disks"].items()
     document["disks"] = {" ".join(name(known.split(" "))): entry}

@@ -1,6 +1,6 @@
 """Page-locking beside reading: which threads lock host memory, when, and how often.
 
-Gates hold the driver up, so that a test sees what goes on beside it. Nothing is timed.
+Gates stop the driver, so that a test sees concurrent work. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Count:
 
 @dataclass
 class Groups:
-    """A store over a file of groups, each a tensor of bytes, and what is in the file."""
+    """A store over a file of groups, each a tensor of bytes, and the contents of the file."""
 
     store: TierStore
     values: dict[str, torch.Tensor]
@@ -99,7 +99,7 @@ class Groups:
 
 @contextmanager
 def groups(directory: Path, *sizes: int, ram: int = 256 << 20) -> Iterator[Groups]:
-    """Groups "0", "1" and so on of so many bytes, on disk alone."""
+    """Register groups "0", "1" and so on of these sizes, on disk only."""
     values = {
         str(i): torch.randint(256, (nbytes,)).to(torch.uint8) for i, nbytes in enumerate(sizes)
     }
@@ -115,7 +115,7 @@ def groups(directory: Path, *sizes: int, ram: int = 256 << 20) -> Iterator[Group
 
 @pytest.mark.pretend_only("counts")
 def test_page_locking_runs_beside_other_slots_and_reads(calls: Calls, tmp_path: Path) -> None:
-    """The driver goes on once both slots are being locked, and all of both groups was read."""
+    """The driver continues once it locks both slots and both groups were read completely."""
     locking, reads = threading.Barrier(2), Count()
 
     def first() -> None:

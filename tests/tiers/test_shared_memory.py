@@ -56,13 +56,13 @@ def map_of(shared: SharedArena, *, private: bool = True) -> SharedMap:
 
 
 def taken(shared: SharedArena) -> int:
-    """Bytes of memory that the file takes."""
+    """Return the bytes of memory that the file takes."""
     with descriptor_of(shared) as descriptor:
         return os.fstat(descriptor).st_blocks * 512
 
 
 def maps() -> list[list[str]]:
-    """The address range, the permissions and so on of each map of such a file in this process."""
+    """Return the fields of each map of such a file in this process."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     return [line.split() for line in lines if "memfd:tierstore" in line]
 
@@ -102,7 +102,7 @@ def test_neighbouring_ranges_are_merged(order: tuple[int, ...]) -> None:
 
 
 def play(seed: int, factor: int) -> None:
-    """A history of ranges, at most 64 chunks together. Checks them against a map of each page."""
+    """Play a history of ranges, at most 64 chunks in all, and check it page by page."""
     rng = random.Random(seed)
     budget = 64 * CHUNK
     free = FreeRanges(factor * budget)
@@ -140,7 +140,7 @@ def test_file_of_exactly_the_budget_is_too_small() -> None:
 
 
 def test_worst_allocation_order_finds_space() -> None:
-    """Robson's: of each size, those that stand in the way of the next size stay."""
+    """Robson's order: of each size, the ranges that block the next size stay."""
     budget = 1 << 10  # in units of the smallest
     free = FreeRanges(RANGES * budget)
     there: set[tuple[int, int]] = set()
@@ -422,7 +422,7 @@ def test_reader_without_address_space_raises(shared: SharedArena) -> None:
 
 
 def in_a_fork(work: Callable[[], None]) -> int:
-    """The exit status of a forked process that does this: 0 if it came to its end."""
+    """Run a function in a fork, and return its exit status: 0 if the function returned."""
     child = os.fork()
     if not child:
         try:

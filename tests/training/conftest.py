@@ -30,10 +30,10 @@ __all__ = ["DEVICES"]
 ON_BOTH = pytest.mark.parametrize("device", DEVICES)
 
 SMALL = 0.2  # of the full state: most of it streams
-LARGE = 2.0  # all of it stays, and there is room for activations
+LARGE = 2.0  # all of it stays, and there is space for activations
 STEPS = 5
 
-# Both are what an optimizer on a store does by itself; plain ones have to be told.
+# An optimizer on a store does both itself; plain ones need the arguments.
 ADAMW = {"lr": 1e-3, "weight_decay": 0.05, "fused": True}
 SGD = {"lr": 0.02, "momentum": 0.9, "fused": True}
 
@@ -234,7 +234,7 @@ class Traffic:
         return self.store.stats().bytes_onloaded - self._before.bytes_onloaded
 
     def assert_at_least(self, moved: Moved, steps: int) -> None:
-        """In so many steps, all with states (that is: not with the first one of all)."""
+        """Check the bytes of `steps` steps that all have states, so not of the first step."""
         assert moved.read > 0, "the full state fits"
         assert self.read >= steps * moved.read
         assert self.written >= steps * moved.written
@@ -305,7 +305,7 @@ def held(store: TierStore) -> list[str]:
 Scenario = Callable[[Any, Any, str], list[torch.Tensor] | None]
 """Does something with a model and an optimizer on a device, and returns what it found."""
 Grouping = Callable[[nn.Module], Any]
-"""Return an optimizer's arguments for a model."""
+"""Returns the first argument of an optimizer for a model."""
 
 
 class Needs:

@@ -240,7 +240,7 @@ class BeforeTheRename(Killer):
 
 
 def done_in_a_child(do: Callable[[Tell], None]) -> tuple[int, list[Any]]:
-    """Returns how it ended, and what it told: the traceback last, if it raised something."""
+    """Return the exit code and the messages; the last one is the traceback, if it raised."""
     child, source = forked(do)
     with os.fdopen(source) as lines:
         told = [json.loads(line)[-1] for line in lines]

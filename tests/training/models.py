@@ -1,7 +1,7 @@
 """Small models of every sort that is trained, each with batches and a loss.
 
 A kind is a name in `KINDS`; `build(kind)` makes the same model each time, and `batch(kind, number)`
-the same batch. Weights are small, but so many that a fifth of the state does not hold them.
+the same batch. Weights are small, but too many to fit in a fifth of the state.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ WORLDS = range(1, RANKS + 1)
 STEPS = 3
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 ON_ONE = ["store", "alone by torch", "alone by name"]
-"""Return the ranks that saved, without a group."""
+"""Ways to save in one process, without a process group."""
 ON_RANKS = [f"{world} by {how}" for world in WORLDS for how in ("torch", "tierstore")]
 WAYS = ["torch", "tierstore"]
 DATA = ["__0_0.distcp", "__1_0.distcp"]

@@ -219,7 +219,7 @@ def not_at_all(model: Any) -> None:
 
 
 class Mastered:
-    """Plain training with a master of each parameter. What was edited is taken into it."""
+    """Plain training with a master of each parameter, which takes over edits."""
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = list(model.parameters())
@@ -363,7 +363,7 @@ def test_state_may_change_dtype(disk_dir: Path) -> None:
         model, optimizer = offloaded(module, store, Momentum, {"defaults": {}})
         assert_same(scenario(model, optimizer, "cpu"), wanted)
         kept = [g.key for g in store.snapshot().groups if g.key.startswith("optimizer/")]
-        assert len(kept) == len(optimizer._tiles)  # what was replaced is gone
+        assert len(kept) == len(optimizer._tiles)  # replaced tensors are gone
         assert_nothing_is_leased(model)
 
 

@@ -100,7 +100,7 @@ def passes(
     count: int = 1,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Found:
-    """Forward and backward, so many times: losses, gradients (added up) and buffers."""
+    """Run forward and backward repeatedly: return losses, accumulated gradients and buffers."""
     found: Found = {}
     for number in range(count):
         torch.manual_seed(7 + number)

@@ -124,7 +124,7 @@ def test_frozen_base_is_read_and_never_written(
         optimizer = adamw(model)
         found = train(model, optimizer, device)
         stats = store.stats()
-        # Activations that wait for the backward pass are written where they find no room.
+        # Activations that wait for the backward pass are written if there is no space for them.
         assert stats.bytes_written <= stats.activations.shipped_bytes
         assert checkpoint or stats.bytes_written == 0
         assert stats.bytes_read >= parameter_bytes(plain), "it did not fit"

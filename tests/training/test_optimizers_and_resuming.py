@@ -1,4 +1,4 @@
-"""Optimizers that look at their parameters or give them new memory, and schedules that go on.
+"""Optimizers that check their parameters or replace their memory, and resumed schedules.
 
 The reference is plain torch: the same optimizer, the same steps, without a store and a break.
 """
@@ -35,7 +35,7 @@ def matrices() -> nn.Sequential:
 
 
 def by_shape(model: nn.Module, name: str, value: Any) -> list[dict[str, Any]]:
-    """Two groups: matrices, and all others with an option of their own."""
+    """Return two parameter groups: matrices, and all others with an extra option."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() == 2]},
@@ -112,7 +112,7 @@ def test_master_may_be_given_new_memory(disk_dir: Path) -> None:
 
 
 class Choosy(torch.optim.SGD):
-    """Takes matrices only, but for groups that say otherwise."""
+    """Accepts only matrices, except in groups with an option."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr=lr)
@@ -143,7 +143,7 @@ def test_integer_matrix_is_checked_too(disk_dir: Path) -> None:
         OffloadOptimizer(OffloadModel(model, store), store, torch.optim.Muon)
 
 
-def test_optimizers_unsupported_options_raise(disk_dir: Path) -> None:
+def test_unsupported_parameter_raises_as_in_torch(disk_dir: Path) -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH))  # with a bias, which is no matrix
     with pytest.raises(ValueError) as plain:
         torch.optim.Muon(model.parameters())
@@ -241,7 +241,7 @@ def test_extra_of_an_unsupported_type_raises_before_writing(extra: Any, tmp_path
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_scaler_on_another_device_raises(by_hand: bool, device: str, disk_dir: Path) -> None:
-    """It would read its scale before that has come. Where all is on the CPU, it may go on."""
+    """It would read its scale before that has arrived. With everything on the CPU, it works."""
     module = matrices()
     scaler = torch.amp.GradScaler(device, init_scale=4.0)
     with store_for(module, disk_dir, device) as store:

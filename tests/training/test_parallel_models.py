@@ -1,7 +1,7 @@
 """DistributedDataParallel and FSDP, around a model in training on a store, or inside of it.
 
-Each has parameters and gradients of its own. What they do to a store's is refused with words. FSDP2
-in the module is trained: here by one process, by several in tests/distributed.
+Each manages parameters and gradients itself, so combining it with a store raises an error. FSDP2
+inside the module is trained: here in one process, in tests/distributed in several.
 """
 
 from __future__ import annotations

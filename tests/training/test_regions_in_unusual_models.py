@@ -27,7 +27,7 @@ WIDTH, ROWS, BLOCKS = 256, 64, 6
 
 
 class Positioned(nn.Module):
-    """Blocks, and around them a module that has a weight of its own, as ViTs have; or none."""
+    """Blocks in a module with or without a separate weight, as ViTs have."""
 
     def __init__(self, own: bool) -> None:
         super().__init__()

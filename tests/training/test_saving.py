@@ -1,4 +1,4 @@
-"""Training that is saved and goes on elsewhere: in a store or not, by every usual way."""
+"""Training that is saved and resumed elsewhere, with and without a store."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Torch:
 
 
 class Safetensors:
-    """`save_file` and `load_file`, with what is no tensor in a JSON file."""
+    """`save_file` and `load_file`, with other values in a JSON file."""
 
     def save(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         safetensors.torch.save_file(model.state_dict(), path / "model.safetensors")
@@ -396,7 +396,7 @@ def in_memory(checkpoint: Path, target: Path) -> dict[str, Any]:
 
 
 class Odd(nn.Module):
-    """Parameters and buffers of all shapes, and a state of its own."""
+    """A module with parameters and buffers of all shapes, and extra state."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -610,7 +610,7 @@ def saves(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(params=["store", "plain"])
 def target(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
-    """A training that goes on, of another model of the same kind."""
+    """Train another model of the same kind, into which a save is loaded."""
     if request.param == "plain":
         pair = plain(seed=1)
         go_on(*pair, 50, 2)

@@ -47,7 +47,7 @@ Found = list[torch.Tensor]
 
 @pytest.fixture
 def device() -> str:
-    """Most of this is the same on every device; who wants both asks for both."""
+    """Most scenarios are the same on every device; some request both."""
     return "cpu"
 
 
@@ -647,7 +647,7 @@ class Interrupted(Exception):
 def test_error_leaves_nothing_leased(
     where: str, checkpoint: bool, microbatches: int, device: str, disk_dir: Path
 ) -> None:
-    """As plainly, what a backward pass has left until then counts; then training is right again."""
+    """As without a store, gradients computed until then count, and later training is right."""
 
     def scenario(model: Any, optimizer: Any, device: str) -> Found:
         found = [step(model, optimizer, 0, device)]

@@ -216,7 +216,7 @@ def have_a_dead_disk(store: TierStore, tell: Tell) -> None:
 
 
 NO_STORE = "use no store"
-"""Return the seconds that an idle process takes to exit, with torch, on this machine."""
+"""Measures the seconds that an idle process with torch takes to exit on this machine."""
 
 WAYS: dict[str, Callable[[TierStore, Tell], None]] = {
     way.__name__.replace("_", " "): way

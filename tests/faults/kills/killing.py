@@ -69,7 +69,7 @@ class Outcome:
 
 
 class Scene:
-    """A store's directory, what lies around it, and what was promised of what is in it."""
+    """A store's directory, its surroundings, and the promises about its contents."""
 
     def __init__(self, root: Path, place: str, seed: str, run: Run) -> None:
         self._root = root
@@ -163,7 +163,7 @@ class Scene:
                 outcome.wrong.append(f"{kind}: {what}")
 
     def _prune(self) -> list[str]:
-        """Have `tierstore-inspect` remove what was left, in place of an opening."""
+        """Let `tierstore-inspect` remove leftovers, instead of opening the store."""
         wrong, _ = self._inspect("prune", "-y")
         return wrong + [f"not pruned: {path.name}" for path in self.disk_dir.glob("tmp/*")]
 

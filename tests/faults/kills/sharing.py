@@ -319,7 +319,7 @@ def owner_now() -> str:
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """Return what a DataLoader worker gets of a store that its parent has opened."""
+    """A data set that is read in a DataLoader worker, from a store that its parent has opened."""
 
     def __init__(self, store: TierStore) -> None:
         self._store = store
