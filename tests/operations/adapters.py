@@ -106,7 +106,7 @@ def a_controlnet(actions: Actions) -> None:
     actions.check_that_it_changed()
 
 
-@ADAPTERS.row("several ControlNets, in a pipeline made of an offloaded one")
+@ADAPTERS.row("several ControlNets, in a pipeline made from an offloaded one")
 def several_controlnets(actions: Actions) -> None:
     base = actions.load("sdxl")
     actions.offload(base)

@@ -50,7 +50,7 @@ def t5(actions: Actions) -> None:
     write_and_compute(actions, model, input_ids=tokens, attention_mask=mask)
 
 
-@ARCHITECTURES.row("T5: all that a forward can return")
+@ARCHITECTURES.row("T5: all outputs of a forward")
 @torch.no_grad()
 def everything_of_t5(actions: Actions) -> None:
     model, tokens = dispatched(actions, "t5"), words(actions, 2, 7)
@@ -65,7 +65,7 @@ def everything_of_t5(actions: Actions) -> None:
     actions.compute(everything)
 
 
-@ARCHITECTURES.row("T5: its encoder by itself, and `generate` with what it returned")
+@ARCHITECTURES.row("T5: its encoder alone, and `generate` with its output")
 def encoder_by_itself(actions: Actions) -> None:
     model, tokens = dispatched(actions, "t5"), words(actions, 2, 7)
     with torch.no_grad():
@@ -102,7 +102,7 @@ def clip(actions: Actions) -> None:
     actions.compute(lambda: model.get_image_features(image).pooler_output)
 
 
-@ARCHITECTURES.row("BERT with its pooler, and one layer of it by itself", note=IN_GROUPS)
+@ARCHITECTURES.row("BERT with its pooler, and one of its layers alone", note=IN_GROUPS)
 @torch.no_grad()
 def bert(actions: Actions) -> None:
     model, tokens = grouped(actions, "bert"), words(actions, 2, 7)

@@ -22,7 +22,7 @@ def noise(*shape: int) -> torch.Tensor:
     return drawn.to(pipelines.DTYPE)
 
 
-@BY_HAND.row("a component called by itself: `pipe.text_encoder(...)`, `pipe.vae.encode(...)`")
+@BY_HAND.row("a component called directly: `pipe.text_encoder(...)`, `pipe.vae.encode(...)`")
 def call_components(actions: Actions) -> None:
     pipe = actions.load("sdxl")
     actions.offload(pipe)
@@ -45,7 +45,7 @@ def call_components(actions: Actions) -> None:
     actions.compute(encode_and_decode)
 
 
-@BY_HAND.row("one's own denoising loop: `pipe.transformer(...)`, `pipe.scheduler.step(...)`")
+@BY_HAND.row("your own denoising loop: `pipe.transformer(...)`, `pipe.scheduler.step(...)`")
 def denoise_by_hand(actions: Actions) -> None:
     pipe = actions.load("sd3")
     actions.offload(pipe)
@@ -155,7 +155,7 @@ def averaged_weights(actions: Actions) -> None:
     assert torch.equal(actions.outputs[0], actions.outputs[-1])
 
 
-@BY_HAND.row("any of this within `handle.suspended()`", note="computed on the CPU")
+@BY_HAND.row("any of these within `handle.suspended()`", note="computed on the CPU")
 def change_it_suspended(actions: Actions) -> None:
     pipe = actions.load("flux")
     actions.offload(pipe)

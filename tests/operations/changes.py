@@ -100,7 +100,7 @@ def move_a_component(actions: Actions) -> None:
     actions.run("flux", pipe)
 
 
-@CONVERSIONS.row("`reset_device_map`, `remove_all_hooks`", note="nothing of tierstore's is removed")
+@CONVERSIONS.row("`reset_device_map`, `remove_all_hooks`", note="tierstore's patches stay")
 def reset_the_device_map(actions: Actions) -> None:
     pipe = actions.load("flux")
     actions.offload(pipe)
@@ -109,7 +109,7 @@ def reset_the_device_map(actions: Actions) -> None:
     actions.run("flux", pipe)
 
 
-@SAVING.row("`pipe.save_pretrained`, and loading that")
+@SAVING.row("`pipe.save_pretrained`, then loading the result")
 def save_a_pipeline(actions: Actions) -> None:
     pipe = actions.load("flux")
     actions.offload(pipe)

@@ -114,7 +114,7 @@ def without_a_cache(actions: Actions) -> None:
     write(actions, dispatched(actions), prompt(actions), use_cache=False)
 
 
-@GENERATION.row("continued with the `past_key_values` of before")
+@GENERATION.row("continued with earlier `past_key_values`")
 def continued(actions: Actions) -> None:
     model = dispatched(actions)
     cache = transformers.DynamicCache(config=model.config)
@@ -312,7 +312,7 @@ def pipeline_on_an_accelerator(actions: Actions) -> None:
     transformers.pipeline("text-generation", model, tokenizer=tokenizer(), device=actions.device)
 
 
-@GENERATION.row("`generate` with inputs on the CPU", note="what it returns is on the CPU, too")
+@GENERATION.row("`generate` with inputs on the CPU", note="its output is on the CPU, too")
 def inputs_on_the_cpu(actions: Actions) -> None:
     model = dispatched(actions)
     write(actions, model, prompt(actions).to(actions.device_of_an_ordinary_model))

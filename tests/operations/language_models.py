@@ -113,7 +113,7 @@ def edit(model: Any) -> None:
     model.model.layers[2].self_attn.q_proj.weight.data.neg_()
 
 
-@LANGUAGE_MODELS.row("`save_pretrained` of an edited model, and `from_pretrained` of what it wrote")
+@LANGUAGE_MODELS.row("`save_pretrained` of an edited model, and `from_pretrained` of the result")
 def saved(actions: Actions) -> None:
     model = dispatched(actions)
     run(actions, model)
@@ -128,7 +128,7 @@ def saved(actions: Actions) -> None:
     assert torch.equal(*actions.outputs[-2:])
 
 
-@LANGUAGE_MODELS.row("`save_pretrained` into the folder that it was loaded from")
+@LANGUAGE_MODELS.row("`save_pretrained` into the folder it was loaded from")
 def saved_over_itself(actions: Actions) -> None:
     dispatched(actions).save_pretrained(actions.folder / "own")
     model = transformers.LlamaForCausalLM.from_pretrained(actions.folder / "own", dtype="auto")
@@ -322,7 +322,7 @@ def adapters_of_transformers(actions: Actions) -> None:
     actions.check_that_it_changed()
 
 
-@LANGUAGE_MODELS.row("a prompt that is learned (`PromptTuningConfig`), offloaded with its base")
+@LANGUAGE_MODELS.row("a learned prompt (`PromptTuningConfig`), offloaded with its base")
 @torch.no_grad()
 def prompt_tuning(actions: Actions) -> None:
     base = actions.load("llama")

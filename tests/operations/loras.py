@@ -85,7 +85,7 @@ def load_and_unload_a_lora(actions: Actions) -> None:
     actions.check_that_it_changed()
 
 
-@LORAS.row("two at once, with weights: `set_adapters`")
+@LORAS.row("two LoRAs, with weights: `set_adapters`")
 def two_loras(actions: Actions) -> None:
     pipe = actions.load("sd3")
     actions.offload(pipe)
@@ -172,7 +172,7 @@ def fuse_a_lora_for_good(actions: Actions) -> None:
     actions.check_that_it_changed()
 
 
-@LORAS.row("hot swapping: `load_lora_weights(..., hotswap=True)`")
+@LORAS.row("hot-swapping: `load_lora_weights(..., hotswap=True)`")
 def swap_a_lora(actions: Actions) -> None:
     pipe = actions.load("flux")
     actions.offload(pipe)
@@ -184,7 +184,7 @@ def swap_a_lora(actions: Actions) -> None:
     actions.check_that_it_changed()
 
 
-@LORAS.row("hot swapping of other ranks: `enable_lora_hotswap(target_rank=8)`")
+@LORAS.row("hot-swapping a LoRA of another rank: `enable_lora_hotswap(target_rank=8)`")
 def swap_a_lora_of_another_rank(actions: Actions) -> None:
     pipe = actions.load("flux")
     actions.offload(pipe)
@@ -207,7 +207,7 @@ def load_a_dora(actions: Actions) -> None:
     actions.check_that_it_changed()
 
 
-@LORAS.row("one with parts for text encoders")
+@LORAS.row("a LoRA with parts for text encoders")
 def a_lora_of_text_encoders(actions: Actions) -> None:
     pipe = actions.load("sdxl")
     actions.offload(pipe)
@@ -218,7 +218,7 @@ def a_lora_of_text_encoders(actions: Actions) -> None:
     actions.check_that_it_changed()
 
 
-@LORAS.row("one for both experts of Wan: `load_into_transformer_2=True`")
+@LORAS.row("a LoRA for both experts of Wan: `load_into_transformer_2=True`")
 def a_lora_of_two_experts(actions: Actions) -> None:
     pipe = actions.load("wan")
     actions.offload(pipe)
@@ -231,7 +231,7 @@ def a_lora_of_two_experts(actions: Actions) -> None:
     actions.check_that_it_changed()
 
 
-@LORAS.row("loaded by another pipeline that shares the models: `from_pipe`")
+@LORAS.row("a LoRA loaded by another pipeline that shares the models: `from_pipe`")
 def a_lora_by_another_pipeline(actions: Actions) -> None:
     pipe = actions.load("flux")
     actions.offload(pipe)
@@ -257,7 +257,7 @@ def a_lora_on_another_device(actions: Actions) -> None:
     actions.check_that_it_changed()
 
 
-@LORAS.row("of one model: `load_lora_adapter`, `save_lora_adapter`, `unload_lora`")
+@LORAS.row("on one model: `load_lora_adapter`, `save_lora_adapter`, `unload_lora`")
 def a_lora_of_a_model(actions: Actions) -> None:
     pipe = actions.load("sd3")
     actions.offload(pipe)

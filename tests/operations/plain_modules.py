@@ -283,7 +283,7 @@ def training_mode(actions: Actions) -> None:
     actions.compare(joined(model.state_dict().values()))
 
 
-@CALLING.row("forward hooks and pre-hooks that read weights, and change what goes in and out")
+@CALLING.row("forward hooks and pre-hooks that read weights, and change inputs and outputs")
 def hooks_of_modules(actions: Actions) -> None:
     model = dispatched(actions)
     run(actions, model)
@@ -324,7 +324,7 @@ def hooks_of_all(actions: Actions) -> None:
 
 @CALLING.row(
     "`no_grad`, `inference_mode`, gradients enabled",
-    note="with gradients, the graph keeps memory of weights until it goes, beyond the budget. "
+    note="with gradients, the graph keeps the memory of weights until it is freed, beyond the budget. "
     "Better `no_grad`",
 )
 def modes(actions: Actions) -> None:
@@ -419,7 +419,7 @@ def ensemble(actions: Actions) -> None:
     actions.compare(found)
 
 
-@CALLING.row("a part by itself: `model.layers[2:9](x)`, one layer, `nn.Sequential(*some)`")
+@CALLING.row("a submodule alone: `model.layers[2:9](x)`, one layer, `nn.Sequential(*some)`")
 @torch.no_grad()
 def parts(actions: Actions) -> None:
     model, x = dispatched(actions), rows().to(actions.device)
@@ -429,7 +429,7 @@ def parts(actions: Actions) -> None:
     actions.compute(lambda: joined([layer(x) for layer in model.layers]))
 
 
-@CALLING.row("`F.linear(x, layer.weight)`, outside of its module", note="on the CPU")
+@CALLING.row("`F.linear(x, layer.weight)`, outside its module", note="on the CPU")
 @torch.no_grad()
 def weight_of_a_module(actions: Actions) -> None:
     model = dispatched(actions)
@@ -439,7 +439,7 @@ def weight_of_a_module(actions: Actions) -> None:
         actions.compare(nn.functional.linear(rows(), layer.weight, layer.bias))
 
 
-@CALLING.row("inside of another module")
+@CALLING.row("inside another module")
 def inside(actions: Actions) -> None:
     model = dispatched(actions)
     around = nn.Sequential(nn.Flatten(), model, nn.ReLU())
