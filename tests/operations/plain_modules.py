@@ -324,7 +324,7 @@ def hooks_of_all(actions: Actions) -> None:
 
 @CALLING.row(
     "`no_grad`, `inference_mode`, gradients enabled",
-    note="with gradients, the graph keeps the memory of weights until it is freed, beyond the budget. "
+    note="with gradients, the graph keeps memory of weights until it is freed, beyond the budget. "
     "Better `no_grad`",
 )
 def modes(actions: Actions) -> None:
