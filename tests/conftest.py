@@ -56,9 +56,9 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_collection_finish() -> None:
-    """Exclude all objects that exist before the first test from garbage collection, for good.
+    """Permanently exclude all objects that exist before the first test from garbage collection.
 
-    These are half a million objects of torch, diffusers and transformers. Leak tests collect
+    They are half a million objects of torch, diffusers and transformers. Leak tests collect
     garbage first, often many times, and each pass took 0.2 seconds for those alone.
     """
     gc.collect()

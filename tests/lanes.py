@@ -5,10 +5,10 @@
   seeded fault. 40 minutes.
 - **long**, `pytest --long`: every test, each search at full length. Hours.
 
-A test says itself where it runs:
+Each test declares its lane:
 
     @pytest.mark.full("every pipeline at every budget", keep=["flux-0.4"])
-    @pytest.mark.long("cuts the power again and again", sentinel="tests/a/test_b.py::test_c")
+    @pytest.mark.long("cuts the power repeatedly", sentinel="tests/a/test_b.py::test_c")
 
 The mark names the first lane that runs the test. It leaves all cases of a parametrised test to that
 lane except those that `keep` names: a list of ids, or a rule that chooses them. A test with both
@@ -27,8 +27,8 @@ names the test that represents it in the full lane, its `sentinel`.
 By a rule, a test without parameters is kept. Without `keep`, all of it is left to that lane.
 The mark of a `pytest.param` counts before that of the function, and that before one of the module.
 
-`by_lane(3, 40, 1000)` is how often to search. Seeds are the same each time, except in the long
-lane.
+`by_lane(3, 40, 1000)` is the number of searches in each lane. Seeds are the same each time, except
+in the long lane.
 
 `pytest --full --rest` leaves out what the default lane runs in the same way: its cases of files
 that do not search (`searches`), except for tests that a gate watches (the mark `watched`).

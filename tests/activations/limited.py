@@ -27,7 +27,7 @@ BUDGET = 16 * MIB
 
 
 def step(context: AbstractContextManager[Any], layers: int) -> torch.Tensor:
-    """Return the gradient through so many layers, each of which saves its input."""
+    """Return the gradient through this many layers, each of which saves its input."""
     start = torch.linspace(0, 3, NUMBERS, requires_grad=True)
     with context:
         x = start

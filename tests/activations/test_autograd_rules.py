@@ -290,7 +290,7 @@ def test_dropped_graph_leaves_nothing(device: str, disk_dir: Path) -> None:
         for _ in range(3):
             with offloading(store):
                 loss = chain(x, weights)
-            assert store.snapshot().groups, "nothing was there to be left behind"
+            assert store.snapshot().groups, "there was no group to leave behind"
             del loss
             assert_nothing_left(store)
 

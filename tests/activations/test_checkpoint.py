@@ -107,7 +107,7 @@ def test_checkpoint_without_a_store_is_plain_checkpointing(
     loss = loss_of(way, counted, leaves)
     assert calls == BLOCKS
     assert_equal(torch.autograd.grad(loss, leaves), wanted)
-    assert calls == 2 * BLOCKS, "nothing was computed again"
+    assert calls == 2 * BLOCKS, "nothing was recomputed"
 
 
 @on_both
@@ -268,6 +268,6 @@ def test_checkpoint_block_writes_to_arguments_are_kept(
         assert seen == plain_seen
         assert_equal(torch.autograd.grad(loss, leaves, retain_graph=True), wanted)
         assert_equal(torch.autograd.grad(loss, leaves), wanted)
-        assert len(logits) == seen["count"] == BLOCKS, "the second pass wrote to them as well"
+        assert len(logits) == seen["count"] == BLOCKS, "the recomputation wrote to them, too"
         del loss, logits, seen
         assert_nothing_left(store)

@@ -85,7 +85,7 @@ def test_spill_write_fails_raises(call: str, number: int, device: str, disk_dir:
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Return a function that makes a file system of so many bytes."""
+    """Return a function that makes a file system of this many bytes."""
     if not is_root() or shutil.which("mount") is None:
         pytest.skip("only root can mount a file system")
     mounts: list[Path] = []
@@ -148,7 +148,7 @@ def test_backward_after_a_failed_read_can_be_repeated(device: str, disk_dir: Pat
         wait_until_idle(store)
         with system_call("preadv", fails_with=errno.EIO), pytest.raises(TransferError):
             torch.autograd.grad(loss, step.leaves, retain_graph=True)
-        # An early fetch that failed raises once more for the reader that needs it.
+        # A failed prefetch raises again for the reader that needs the tensor.
         for _ in range(4 * LAYERS):
             try:
                 found = torch.autograd.grad(loss, step.leaves, retain_graph=True)

@@ -169,7 +169,7 @@ def wrap_each(model: nn.Sequential) -> None:
 
 
 def in_a_store(disk_dir: Path, blocks: float, device: str = "cpu") -> TierStore:
-    """Return a store whose budgets are so many blocks."""
+    """Return a store whose budgets are this many blocks."""
     return open_store(disk_dir, int(BLOCK_BYTES * blocks), device)
 
 

@@ -99,8 +99,8 @@ def test_concatenated_weights_are_right_and_made_once(
             assert_same(dict(model.named_parameters()), dict(plain.named_parameters()))
             assert torch.equal(model.aside["somewhere"], plain.aside["somewhere"])
             assert (store.stats().bytes_written > 0) == (start == "first")
-    # The second time: the changed one, one whose half is a weight, the doubled one, and the one
-    # used aside.
+    # The second load joins only the changed weight, the one whose half is a weight, the doubled
+    # one, and the one in `aside`.
     assert joins[1] < joins[0]
 
 

@@ -89,7 +89,7 @@ def test_pass_that_raises_is_marked_as_failed(disk_dir: Path, tmp_path: Path) ->
         with pytest.raises(RuntimeError):
             model(torch.zeros(3, 5))
         model(given())
-        model.blocks[1](given())  # a part alone is no pass
+        model.blocks[1](given())  # a part alone is not a pass
         found = passes(store, tmp_path / "trace.json")
         disable_offload(model)
     assert [one.args["number"] for one in found] == [1, 2, 3]

@@ -34,7 +34,7 @@ def tie_to_new_memory(model: nn.Sequential) -> None:
 
 
 def copy_values(model: nn.Sequential) -> None:
-    """The control: equal values are no tie."""
+    """The control: equal values are not a tie."""
     model[LAST].weight.data = model[FIRST].weight.data.clone()  # type: ignore[operator,union-attr]
 
 

@@ -96,7 +96,7 @@ def test_touched_weights_give_right_values_and_move(
 def test_touched_weights_of_libraries_give_right_values(
     device: str, offload: Offload, name: str, disk_dir: Path
 ) -> None:
-    # A device and RAM have so much each: together, they must not hold all used weights.
+    # A device and RAM have this much each: together, they must not hold all used weights.
     share = 0.5 if device == "cpu" else 0.3
     assert_right(name, LIBRARIES[name], offload, device, disk_dir, share)
 

@@ -273,7 +273,7 @@ class Forces(nn.Module):
 def test_forward_that_enables_gradients_raises_or_is_right(
     caller: Callable[[], Any], device: str, offload: Offload
 ) -> None:
-    """It raises where gradients are off as the unit is entered, and on inside of it."""
+    """It raises if gradients are off when the unit is entered, and on inside it."""
     model = Forces().requires_grad_(False)
     plain = [
         torch.autograd.grad(energy.sum(), position)[0]

@@ -94,7 +94,7 @@ def check_denoise(text: str) -> None:
         assert min(number(rows[name][0]), number(rows[name][1])) > 0
     assert rows["tierstore"][-1] == "equal"
     read, missing = number(rows["tierstore"][2]), number(rows["least possible misses, MB"][0])
-    assert read >= missing > 0, "it did not have to read, so nothing is compared"
+    assert read >= missing > 0, "nothing had to be read, so nothing is compared"
 
 
 def check_disk(text: str) -> None:
@@ -118,7 +118,7 @@ def check_experts(text: str) -> None:
         assert number(rows["accelerate, disk_offload"][0]) > 0
         assert rows["tierstore"][-1] == "equal"
         chosen, missing, read, *_ = map(number, rows["tierstore, counted"])
-        assert read >= missing > 0, "all experts were in RAM, so nothing is shown"
+        assert read >= missing > 0, "all experts were in RAM, so nothing is measured"
         assert chosen >= missing
         assert f"held: {name}: logits equal those of the plain model" in text
         assert f"held: {name}: the counts of the store and the hooks are equal" in text

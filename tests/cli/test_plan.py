@@ -225,7 +225,7 @@ def test_plan_seconds_need_a_known_disk_speed(inspect: Inspect, checkpoint: Path
     found = inspect.json("plan", checkpoint, "--ram", "2MB")
     assert found["disk_bandwidth"] == 2e9
     assert step_of(found)["seconds"] > 0
-    assert "counts as instant" in measured.stderr, "computing was not given"
+    assert "counts as instant" in measured.stderr, "no compute time was given"
 
 
 def test_plan_device_has_a_separate_budget(inspect: Inspect, checkpoint: Path) -> None:
@@ -350,7 +350,7 @@ def test_plan_counts_the_variant_that_libraries_read(inspect: Inspect, tmp_path:
         assert (part["nbytes"], part["dtypes"]) == (expected, dtypes)
     os.remove(tmp_path / "model.safetensors")
     (part,) = inspect.json("plan", tmp_path, "--ram", "8GB")["components"]
-    assert part["dtypes"] == ["F16"], "there is no other"
+    assert part["dtypes"] == ["F16"], "there is no other dtype"
 
 
 def test_plan_files_with_the_same_tensors_are_not_added_up(

@@ -381,7 +381,7 @@ def test_repair_store_in_use_changes_nothing(locked: Path, inspect: Inspect) -> 
     assert result.exit_code == 11
     assert result.stderr.startswith(f"Error: {locked} is in use by process ")
     assert tree(locked) == before
-    assert inspect("verify", locked).exit_code == 3, "to look needs no lock"
+    assert inspect("verify", locked).exit_code == 3, "reading needs no lock"
 
 
 def test_repair_holds_the_lock_while_moving(store: Path, inspect: Inspect) -> None:
@@ -448,7 +448,7 @@ def test_repair_file_that_cannot_move_continues_with_the_rest(
         None,
     ]
     assert lost(before, tree(store)) == []
-    assert len(notes(store)) == 1, "no note on what stayed"
+    assert len(notes(store)) == 1, "there is a note on files that stayed"
     assert inspect("verify", store, "--repair").exit_code == 0
     assert len(notes(store)) == 2
     assert lost(before, tree(store)) == []

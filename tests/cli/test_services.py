@@ -217,7 +217,7 @@ def test_top_rates_are_differences(tmp_path: Path) -> None:
     assert printed["hits_per_second"] == 2
     assert printed["acquires_per_second"] == 3
     again = rates(after, Sample("a", 4.0, moved={"DISK>HOST": 10}))
-    assert again["bytes_per_second"] == {"DISK>HOST": 0}, "it was started again"
+    assert again["bytes_per_second"] == {"DISK>HOST": 0}, "a restart resets the counters"
     first = rates(None, after)
     assert first["bytes_per_second"] == {"DISK>HOST": None}
     assert first["hits_per_second"] is None

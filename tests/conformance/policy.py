@@ -20,7 +20,7 @@ from tierstore.plan.policy import Policy
 from tierstore.plan.schedule import LearnedOrder
 
 ENOUGH = 10_000
-"""More victims than any test has copies: a policy that yields so many never ends."""
+"""More victims than any test has copies: a policy that yields this many never ends."""
 
 
 class Shelf:
@@ -51,7 +51,7 @@ class Shelf:
         for tier, keys in self.on.items():
             everybody = self.victims(tier)
             assert len(everybody) == len(set(everybody)), "a copy is a victim twice"
-            assert set(everybody) == keys, "required space is denied, or does not exist"
+            assert set(everybody) == keys, "required space is denied or missing"
             for rival in [*sorted(keys)[:2], GroupId("new rival", 1)]:
                 some = self.victims(tier, rival)
                 assert rival not in some, "a prefetch would evict itself"

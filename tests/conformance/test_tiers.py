@@ -44,7 +44,7 @@ def to_device(driver: Any, entry: GroupEntry, data: torch.Tensor) -> None:
 
 
 def on_disk(tiers: Any, entry: GroupEntry) -> dict[str, torch.Tensor]:
-    """Return a group's copy on disk, read anew."""
+    """Return a group's copy on disk, read again."""
     memory = torch.zeros(entry.spec.nbytes + 4096, dtype=torch.uint8)
     aligned = memory[-memory.data_ptr() % 4096 :][: entry.spec.nbytes]
     tiers.reader.read(entry, aligned.numpy().data)

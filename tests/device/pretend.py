@@ -4,7 +4,7 @@
 ``pretend``.  It has two devices, ``pretend:0`` and ``pretend:1``.
 
 Its work runs later than the call, at moments drawn by a seed: ``seed`` or the environment
-variable ``TIERSTORE_PRETEND_SEED``, anew for each test.  ``set_slowness`` or
+variable ``TIERSTORE_PRETEND_SEED``, reset for each test.  ``set_slowness`` or
 ``TIERSTORE_PRETEND_SLOWNESS`` sets how far it falls behind.
 """
 

@@ -86,7 +86,7 @@ def on_cpu(outputs: models.Outputs) -> models.Outputs:
 def store_for(
     target: nn.Module | int, disk_dir: Path, device: str = "cpu", share: float = 1 / 3
 ) -> Iterator[TierStore]:
-    """Return a store that holds `share` of a model (or of so many bytes) on each memory tier."""
+    """Return a store that holds `share` of a model (or of this many bytes) on each memory tier."""
     weights = target if isinstance(target, int) else parameter_bytes(target)
     with open_store(disk_dir, int(weights * share), device) as store:
         yield store

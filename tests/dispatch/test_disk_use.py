@@ -1,4 +1,4 @@
-"""Weights that no model shows any more leave the disk: which go, which stay, and when.
+"""Weights that no model shows any more leave the disk: which leave, which stay, and when.
 
 References are models on no store. `bytes_in` counts the bytes in a directory.
 """

@@ -108,7 +108,7 @@ def test_2_gb_model_generates_the_same_in_900_mib(large: Checkpoint, tmp_path: P
     with MemoryGroup(LIMIT) as group:
         result = run("write", large, tmp_path, group.command)
     assert result["tokens"] == large.tokens
-    assert len(set(large.tokens)) > 1, "it generates the same token always"
+    assert len(set(large.tokens)) > 1, "it always generates the same token"
     assert memory_gained(result) <= BUDGETS[LARGE] + MARGIN
     assert result["peak_of_store"] <= BUDGETS[LARGE]
     assert result["read"] >= large.nbytes, "the checkpoint was not read"

@@ -57,7 +57,7 @@ def test_weights_that_hardly_fit_in_memory_warn(how: str, tmp_path: Path) -> Non
     assert in_memory == memory_warning.NBYTES
     assert 0 < available < 900 * MIB - memory_warning.NBYTES
     assert "tierstore.from_pretrained" in message
-    assert result["where"] == [memory_warning.__file__], "it is the caller's line"
+    assert result["where"] == [memory_warning.__file__], "the warning does not point to the caller"
 
 
 @pytest.mark.parametrize(("how", "limit"), [("mapped", 900 * MIB), ("dispatch", 4096 * MIB)])

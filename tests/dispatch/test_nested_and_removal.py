@@ -251,7 +251,7 @@ def test_dispatched_part_of_a_larger_model_follows_it(device: str, store: TierSt
 
 
 def test_child_offloaded_in_groups_raises(device: str, store: TierStore, other: TierStore) -> None:
-    """Only one of both adapters may have it."""
+    """Only one of the two adapters may have it."""
     model = Pair()
     with enable_group_offload(model.first, other):
         with pytest.raises(ValueError, match="already offloaded"):

@@ -12,7 +12,7 @@ from tests.distributed.ranks import Ranks
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], Ranks]]:
-    """Return a function that starts so many ranks, or reuses ranks that still live."""
+    """Return a function that starts this many ranks, or reuses live ones."""
     known: dict[int, Ranks] = {}
 
     def of(world: int) -> Ranks:

@@ -81,7 +81,7 @@ def test_each_way_to_train_matches_plain_fsdp(ranks: Of, place: str, case: Case)
 def test_pretend_accelerator_matches_plain_fsdp(
     ranks: Of, place: str, share: float, world: int
 ) -> None:
-    """torch's gloo takes no tensors of this device, so FSDP2 gets other collectives.
+    """torch's gloo does not support this device, so FSDP2 gets other collectives.
 
     Norms over several ranks are not compared.
     """

@@ -69,7 +69,7 @@ def test_killed_rank_ends_the_others_and_next_start_resumes(tmp_path: Path) -> N
         assert time.monotonic() - begun < TIMEOUT * 2
         assert "rank 1 has not answered" in str(failed.value)
         assert "rank 0: Traceback" in str(failed.value)
-        assert "gloo" in str(failed.value), "it is torch's own error"
+        assert "gloo" in str(failed.value), "the error is not torch's own"
     finally:
         killed.kill()
     again = Ranks(2, tmp_path)

@@ -90,7 +90,7 @@ def state_bytes(model: nn.Module) -> int:
 
 
 class ByWayOfTheCpu:
-    """Collectives for the pretend accelerator, whose tensors gloo does not take."""
+    """Collectives for the pretend accelerator, which gloo does not support."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -155,7 +155,7 @@ class Case:
 
 @dataclass
 class Run:
-    """One training: of a model that `fully_shard` was applied to, and an optimizer of it."""
+    """One training: a model that `fully_shard` was applied to, and its optimizer."""
 
     case: Case
     model: nn.Module

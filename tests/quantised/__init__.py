@@ -1,6 +1,6 @@
-"""Models with quantised weights, of the libraries that people use for that.
+"""Models with quantised weights, from the libraries that people use for that.
 
-These libraries are in an environment of their own, which `tools/quantised.py` makes and runs these
-tests in: diffusers, transformers and PEFT import whichever of them are there, and take seconds
-longer in each process of all other tests.
+These libraries are in a separate environment, which `tools/quantised.py` makes, and in which it
+runs these tests: diffusers, transformers and PEFT import whichever of them are installed, which
+would take seconds in each process of all other tests.
 """

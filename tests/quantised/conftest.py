@@ -1,4 +1,4 @@
-"""Without the libraries, as in the environment of all other tests, there is nothing to collect."""
+"""Without the libraries, as in the environment of all other tests, nothing is collected."""
 
 from __future__ import annotations
 

@@ -12,12 +12,12 @@ from torch import nn
 TYPES = ("Q8_0", "Q4_0", "Q4_K")
 
 _REST = "Q8_0"
-"""For rows that are no whole number of a type's blocks."""
+"""The type for rows that are not a whole number of blocks."""
 _RANDOM = np.random.default_rng(0)
 
 
 def write_gguf(model: nn.Module, path: Path, kind: str, architecture: str = "flux") -> None:
-    """The model's weights under their own names; matrices as `kind`, if their rows allow it."""
+    """Write the model's weights by name; matrices as `kind`, if their rows allow it."""
     writer = gguf.GGUFWriter(path, architecture)
     for name, weight in model.state_dict().items():
         quantised = gguf.GGMLQuantizationType[kind]
@@ -40,7 +40,7 @@ def _blocks(weight: torch.Tensor, kind: gguf.GGMLQuantizationType) -> np.ndarray
 
 
 def _random_q4_k(rows: int, columns: int) -> np.ndarray:
-    """Weights around zero, scaled by the size of a row: the package does not quantise to Q4_K.
+    """Return weights around zero, scaled by row size: the package does not quantise to Q4_K.
 
     A block has 256 of them in 144 bytes: a scale and a minimum in float16, 6 bits for the scale and
     minimum of each 32 weights, and 4 bits for each weight.

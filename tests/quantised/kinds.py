@@ -1,4 +1,4 @@
-"""Ways to quantise the linear layers of a model, as the libraries' own users do."""
+"""Ways to quantise the linear layers of a model, as users of the libraries do."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _replace(model: nn.Module, made: Callable[[nn.Linear], Any]) -> None:
     """The libraries' integrations refuse to do so without a GPU."""
     for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and "embedder" not in path:  # Wan looks at dtypes there
+            if type(child) is nn.Linear and "embedder" not in path:  # Wan reads dtypes there
                 quantised = made(child)
                 quantised.load_state_dict(child.state_dict())
                 quantised.to("cpu")  # this is where it quantises
@@ -76,7 +76,7 @@ CPU_ONLY = {"bitsandbytes_int8", "bitsandbytes_nf4"}
 """bitsandbytes has no kernels for the pretend accelerator: int8 fails, nf4 takes minutes."""
 
 LEAST = 160 << 10
-"""Bytes: the largest table of the tiny models, which is not quantised, and what stays."""
+"""Bytes of the tiny models' largest table, which is not quantised, and of resident weights."""
 
 MODELS = ("flux", "sd3", "wan", "llama")
 _COMPONENTS = {
@@ -87,7 +87,7 @@ _COMPONENTS = {
 
 
 def quantised(model: str, checkpoint: Any, kind: str) -> Any:
-    """A pipeline or model of `tests.pipelines` with its large part quantised."""
+    """Return a pipeline or model of `tests.pipelines` with its large part quantised."""
     pipe = pipelines.load(model, checkpoint(model))
     for part in large_parts(model, pipe):
         KINDS[kind](part)
@@ -95,7 +95,7 @@ def quantised(model: str, checkpoint: Any, kind: str) -> Any:
 
 
 def large_parts(model: str, pipe: Any) -> Iterator[nn.Module]:
-    """The models to quantise."""
+    """Yield the models to quantise."""
     if model == "llama":
         yield pipe
     for name in _COMPONENTS.get(model, ()):
@@ -109,7 +109,7 @@ def weights_of(pipe: Any) -> list[torch.Tensor]:
 
 
 def outside(model: str, pipe: Any) -> int:
-    """Bytes of quantised weights that are in memory which is no map of a file."""
+    """Return the bytes of quantised weights whose memory is not a map of a file."""
     mapped = []
     for line in Path("/proc/self/maps").read_text().splitlines():
         fields = line.split(maxsplit=5)

@@ -1,4 +1,4 @@
-"""The benchmarks of quantised models run, and say what they are there to say."""
+"""The benchmarks of quantised models run, and show the effect that they measure."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """LoRAs are trained over quantised bases that stream: the same gradients, to the bit.
 
-Each kind of these goes backward on the CPU without a store, too. What it keeps for that differs:
-quanto and bitsandbytes keep the quantised weight, which is read again in the backward; torchao and
-GGUF keep a weight of full size that was made of it, on the device, as they do without a store.
+Each of these kinds also goes backward on the CPU without a store. They keep different tensors for
+that: quanto and bitsandbytes the quantised weight, which the backward reads again; torchao and GGUF
+a dequantised weight of full size, on the device, as without a store.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def trained(model: Any) -> list[torch.nn.Parameter]:
 
 
 def train(model: Any, device: str, loss_of: Loss = of_text) -> list[torch.Tensor]:
-    """Losses and gradients of a few steps, and the trained weights after them."""
+    """Return losses and gradients of a few steps, and the trained weights after them."""
     optimizer = torch.optim.AdamW(trained(model), lr=1e-2)
     found = []
     for number in range(STEPS):
@@ -109,7 +109,7 @@ def test_finetuning_steps_equal_plain_torch(
         after = store.stats()
         assert after.bytes_written == before.bytes_written
         passes = STEPS * (1 if how == "plain" and kind not in KEPT_QUANTISED else 2)
-        memory = 1 if device == "cpu" else 2  # tiers with room for a share
+        memory = 1 if device == "cpu" else 2  # tiers with space for a share
         assert after.bytes_read - before.bytes_read > passes * (1 - memory * SHARE) * frozen
         assert all(p.grad is None for p in model.parameters())
         for tier, peak in after.peak_bytes.items():
@@ -120,7 +120,7 @@ def test_finetuning_steps_equal_plain_torch(
 def test_lora_over_a_gguf_file_trains(
     kind: str, checkpoint: Checkpoints, tmp_path: Path, disk_dir: Path
 ) -> None:
-    """On the CPU: on the pretend accelerator it does not go backward without a store either."""
+    """On the CPU only: on the pretend accelerator it fails in the backward without a store, too."""
     flux = checkpoint("flux")
     path = tmp_path / "model.gguf"
     write_gguf(pipelines.load("flux", flux).transformer, path, kind)

@@ -1,7 +1,7 @@
-"""A GGUF file is where quantised weights are read from: they are not written, nor kept in memory.
+"""A GGUF file is read in place: its quantised weights are neither written nor kept in memory.
 
-What is not quantised there (norms and biases, float32) is cast to the dtype of the pipeline, and
-that is written once, as any cast is.
+Weights that are not quantised there (norms and biases, float32) are cast to the pipeline's dtype
+and written once, as any cast is.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_gguf_file_is_read_in_place(
         stats = store.stats()
         cast = sum(p.nbytes for p in model.parameters() if not hasattr(p, "quant_type"))
         written = stats.bytes_written - cast
-        assert 0 <= written <= PAGE * len(store.snapshot().groups)  # what each file is rounded to
+        assert 0 <= written <= PAGE * len(store.snapshot().groups)  # whole pages for each file
         assert stats.bytes_read > path.stat().st_size
         assert stats.peak_bytes["HOST"] <= int(0.3 * nbytes)
 

@@ -22,7 +22,7 @@ LAYERS = ["q_proj", "v_proj", "o_proj"]
 
 
 def outputs(model: Any) -> list[torch.Tensor]:
-    """With a LoRA, with it scaled, without it, and after it is gone."""
+    """Return outputs with a LoRA, with it scaled, without it, and after its removal."""
     torch.manual_seed(0)
     model.add_adapter(LoraConfig(r=4, target_modules=LAYERS, init_lora_weights=False), "one")
     found = [pipelines.run("llama", model)]

@@ -1,4 +1,4 @@
-"""Quantised weights move as others, and give bit for bit what they give without a store."""
+"""Quantised weights move like others, and give bitwise the same results as without a store."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Output = Callable[[str, str, str], torch.Tensor]
 
 @pytest.fixture(scope="module")
 def output(checkpoint: Checkpoints) -> Output:
-    """`output(model, kind, device)`: that of the quantised model without a store."""
+    """`output(model, kind, device)` is that of the quantised model without a store."""
 
     @functools.cache
     def run(model: str, kind: str, device: str) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""Checkpoints in an object store: a real server, and a proxy that breaks what it passes on."""
+"""Checkpoints in an object store: a real server, and a proxy that injects faults."""

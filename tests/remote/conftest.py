@@ -38,7 +38,7 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture
 def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """A proxy before the server, at which obstore looks for S3. Retries do not wait for long."""
+    """Start a proxy before the server, and point obstore at it. Retries have short pauses."""
     with retry_policy(pauses=(0.05, 0.1)), proxied(s3) as found:
         for name, value in environment(found.address).items():
             monkeypatch.setenv(name, value)
@@ -46,7 +46,7 @@ def proxy(s3: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 
 def values_of(count: int, rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Two tensors for each of so many blocks: one of `rows` KiB, and one of an odd size."""
+    """Return two tensors for each of `count` blocks: one of `rows` KiB, and one of an odd size."""
     maker = torch.Generator().manual_seed(seed)
     found = {}
     for i in range(count):
@@ -56,7 +56,7 @@ def values_of(count: int, rows: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def uploaded(s3: str, count: int = 8, rows: int = 128, name: str | None = None) -> Uploaded:
-    """A checkpoint of so many groups, in a directory of its own."""
+    """Upload a checkpoint of this many groups to a separate directory."""
     name = name or f"{next(_names)}/model.safetensors"
     values = values_of(count, rows)
     upload(s3, name, save(values))
@@ -66,7 +66,7 @@ def uploaded(s3: str, count: int = 8, rows: int = 128, name: str | None = None) 
 
 
 def assert_holds(store: Any, checkpoint: Uploaded, key: str) -> None:
-    """A group's tensors are those that were uploaded."""
+    """Check that a group's tensors are those that were uploaded."""
     with store.acquire(key) as lease:
         assert lease.tensors.keys() == set(checkpoint.groups[key])
         for name, tensor in lease.tensors.items():

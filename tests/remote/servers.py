@@ -136,7 +136,7 @@ class Handler(BaseHTTPRequestHandler):
     proxy: Proxy
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
         self._pass_on()

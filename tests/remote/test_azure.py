@@ -1,4 +1,4 @@
-"""Azure Blob Storage, as its own simulator (Azurite, of npm) answers."""
+"""Azure Blob Storage, as its simulator (Azurite, from npm) answers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tierstore.errors import StaleCheckpointError
 
 ACCOUNT = "devstoreaccount1"
 KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
-"""Azurite's own account, which everybody knows."""
+"""Azurite's published account."""
 
 CONTAINER = "models"
 VERSION = "2021-08-06"
@@ -35,7 +35,7 @@ VERSION = "2021-08-06"
 
 @pytest.fixture(scope="module")
 def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a simulator with an empty container."""
+    """Start a simulator with an empty container; yield its address."""
     if lane() != LONG:
         pytest.skip("Azurite is installed by npm, from the network: in the long lane")
     if shutil.which("npm") is None:
@@ -62,7 +62,7 @@ def azurite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def put(address: str, path: str, parameter: str = "", data: bytes = b"") -> None:
-    """A signed request: nothing else of Azure's own is needed."""
+    """Send a signed request, the only other use of Azure's API."""
     now = datetime.datetime.now(datetime.UTC).strftime("%a, %d %b %Y %H:%M:%S GMT")
     headers = {"x-ms-date": now, "x-ms-version": VERSION}
     if data:

@@ -43,7 +43,7 @@ def test_second_run_fetches_nothing(checkpoint: Uploaded, proxy: Proxy, tmp_path
     warmed(checkpoint, tmp_path)
     with opened(tmp_path) as store:
         store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
-        proxy.every = error_500  # no request succeeds any more
+        proxy.every = error_500  # no request succeeds from now on
         before = len(proxy.requests)
         for key in checkpoint.groups:
             assert_holds(store, checkpoint, key)
@@ -57,7 +57,7 @@ def test_second_run_fetches_nothing(checkpoint: Uploaded, proxy: Proxy, tmp_path
 def test_second_run_with_half_the_cache_fetches_the_rest(
     passes: int, checkpoint: Uploaded, tmp_path: Path
 ) -> None:
-    """At most one group more.
+    """It fetches at most one more group.
 
     Where the disk is full of needed groups, the first that arrives takes the space of one.
     """
@@ -151,7 +151,7 @@ def test_damaged_cache_file_is_fetched_again(
     damage: Callable[[Path], None], verify: str, checkpoint: Uploaded, tmp_path: Path
 ) -> None:
     warmed(checkpoint, tmp_path)
-    if damage in (flip, remove):  # what it can find out without reading, a store does when it opens
+    if damage in (flip, remove):  # otherwise opening the store detects the damage
         with opened(tmp_path, verify=verify) as store:
             store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
             for path in files(tmp_path):
@@ -166,13 +166,13 @@ def test_damaged_cache_file_is_fetched_again(
         store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
         for key in checkpoint.groups:
             assert_holds(store, checkpoint, key)
-        assert store.stats().bytes_fetched == 0, "it was mended"
+        assert store.stats().bytes_fetched == 0, "the cache was repaired"
 
 
 def test_wrong_bytes_with_right_checksums_are_accepted(
     checkpoint: Uploaded, tmp_path: Path
 ) -> None:
-    """The control: it is the checksums that tell."""
+    """The control: only the checksums detect wrong bytes."""
     warmed(checkpoint, tmp_path)
     directory = ObjectDirectory(tmp_path / "remote")
     for stored in directory.objects():
@@ -192,7 +192,7 @@ def test_interrupted_step_keeps_every_group(checkpoint: Uploaded, tmp_path: Path
             assert_holds(store, checkpoint, key)
         core = engine_of(store).core
         with core.lock:
-            core.dirty = True  # as an interrupt leaves it: the next step derives everything anew
+            core.dirty = True  # as after an interrupt: the next transaction rebuilds the state
         for _ in range(2):
             for key in checkpoint.groups:
                 assert_holds(store, checkpoint, key)

@@ -1,4 +1,4 @@
-"""A model whose checkpoint lies in an object store is loaded and dispatched as from a directory."""
+"""A model with a checkpoint in an object store loads and dispatches as from a directory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_remote_dispatch_computes_and_holds_the_models_values(
     with TierStore("200KB", tmp_path, device="cpu") as store:
         loaded = load_checkpoint_and_dispatch(empty(), URL, store)
         fetched = sum(method == "GET" and path.endswith("s") for method, path, _ in proxy.requests)
-        assert fetched >= 2, "a header, and bytes"
+        assert fetched >= 2, "it fetches a header and data"
         for _ in range(2):
             assert torch.equal(loaded(x), expected)
         assert store.stats().bytes_read > 0
@@ -69,7 +69,7 @@ def test_remote_dispatch_next_time_fetches_headers_only(
         loaded = load_checkpoint_and_dispatch(empty(), URL, store)
         assert written > 390_000 > store.stats().bytes_written == 0
         assert torch.equal(loaded(x), model(x))
-    headers_only = 256 << 10  # what is read at first
+    headers_only = 256 << 10  # the size of the first read
     assert proxy.sent < headers_only + 10_000
 
 

@@ -1,6 +1,6 @@
 """Faults between a store and its server.
 
-Values are right, or the call that needs them says why not.
+Values are right, or the call that needs them raises with the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ GROUPS, ROWS = 4, 32
 
 
 def run(checkpoint: Uploaded, directory: Path) -> None:
-    """A program that uses all of a checkpoint twice; the disk holds half of it."""
+    """Use all of a checkpoint twice; the disk holds half of it."""
     with TierStore("100KB", directory, device="cpu", disk_budget="100KB") as store:
         store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
         for _ in range(2):
@@ -47,14 +47,14 @@ def requests_of(checkpoint: Uploaded, proxy: Proxy, directory: Path) -> int:
 def test_transient_fault_is_retried_unseen(
     name: str, checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
 ) -> None:
-    """At each request in turn."""
+    """Tested at each request in turn."""
     count = requests_of(checkpoint, proxy, tmp_path / "first")
     assert count >= 2 + GROUPS
     for number in range(1, count + 1, by_lane(4, 1)):
         proxy.requests.clear()
         proxy.faults = {number: REPAIRED[name]}
         run(checkpoint, tmp_path / f"{number}")
-        assert len(proxy.requests) >= number, "the fault was made"
+        assert len(proxy.requests) >= number, "the fault was not injected"
 
 
 @pytest.mark.full("the fault", keep="a third")
@@ -62,7 +62,7 @@ def test_transient_fault_is_retried_unseen(
 def test_permanent_fault_raises(
     name: str, checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
 ) -> None:
-    """The control: faults are faults."""
+    """The control: a fault that persists raises."""
     with retry_policy(deadline=1.5), TierStore("100KB", tmp_path, device="cpu") as store:
         store.register_checkpoint(checkpoint.url, groups=checkpoint.groups)
         proxy.every = REPAIRED[name]
@@ -103,11 +103,11 @@ def swapping(address: str, name: str, rows: int, at: int) -> Callable[[int], Non
 def test_swapped_object_is_stale_and_never_mixed(
     rows: int, s3: str, checkpoint: Uploaded, proxy: Proxy, tmp_path: Path
 ) -> None:
-    """Before each request in turn. What was registered before is what values are compared with."""
+    """Tested before each request in turn. Expected values are those that were registered."""
     count = requests_of(checkpoint, proxy, tmp_path / "first")
     original = save(checkpoint.values)
     stale = 0
-    for number in range(2, count + 1, by_lane(4, 1)):  # before the first, it was that all along
+    for number in range(2, count + 1, by_lane(4, 1)):  # before the first, nothing has changed
         upload(s3, checkpoint.name, original)
         proxy.requests.clear()
         proxy.before = swapping(s3, checkpoint.name, rows, number)
@@ -181,7 +181,7 @@ def test_close_succeeds_with_a_silent_server(
         for key in checkpoint.groups:
             store.prefetch(key)
         ends = time.monotonic() + 10
-        while len(proxy.requests) < 6:  # it asks again and again
+        while len(proxy.requests) < 6:  # it retries
             assert time.monotonic() < ends
             time.sleep(0.01)
         began = time.monotonic()

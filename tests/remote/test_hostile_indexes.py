@@ -1,4 +1,4 @@
-"""Indexes and answers of object stores that were made to be slow or large."""
+"""Indexes and answers of object stores that are built to be slow or large."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Endless(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @contextmanager
@@ -150,7 +150,7 @@ def test_endless_answer_is_not_kept() -> None:
         pytest.raises(TransferError, match="more bytes arrived"),
     ):
         read_checkpoint(f"{address}/model.safetensors")
-    assert 0 < Endless.sent < 64 << 20, f"{Endless.sent:,} bytes were taken"
+    assert 0 < Endless.sent < 64 << 20, f"{Endless.sent:,} bytes were read"
 
 
 def test_endless_list_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ def test_plan_of_a_url_equals_that_of_the_file(s3: str, proxy: Proxy, tmp_path: 
     checkpoint = uploaded(s3)
     save_file(checkpoint.values, tmp_path / "model.safetensors")
     assert planned(checkpoint.url) == planned(str(tmp_path / "model.safetensors"))
-    assert proxy.sent <= 300_000, "headers only"
+    assert proxy.sent <= 300_000, "more than the headers was read"
 
 
 @pytest.mark.full("as a file that is planned by its URL")
@@ -71,7 +71,7 @@ def test_ls_lists_the_files_of_a_url(s3: str, proxy: Proxy) -> None:
     assert "1 file, 16 tensors" in run_python("-m", "tierstore.cli", "ls", checkpoint.url).stdout
 
 
-@pytest.mark.full("what is damaged", keep="a third")
+@pytest.mark.full("the damage", keep="a third")
 @pytest.mark.parametrize("json_too", [[], ["--json"]], ids=["text", "json"])
 def test_verify_of_a_url_reports_damage(s3: str, proxy: Proxy, json_too: list[str]) -> None:
     checkpoint = uploaded(s3)

@@ -1,4 +1,4 @@
-"""Mirrors stay in their store's directory, whatever was planted there, and are its owner's."""
+"""Mirrors stay in their store's directory, whatever was planted there, and are private."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def url() -> str:
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
-    """A directory of the user's, which is none of the store's."""
+    """Make a directory of the user's that does not belong to the store."""
     (tmp_path / "mine" / "unet").mkdir(parents=True)
     for name in ("thesis.txt", "config.json", "unet/thesis.txt", LIST):
         (tmp_path / "mine" / name).write_text("years")
@@ -110,7 +110,7 @@ def test_mirror_files_present_are_not_downloaded_again(url: str, tmp_path: Path)
     (place / "left.json").write_text("of before")
     assert mirror(url, str(tmp_path / "store")) == str(place)
     assert (place / "config.json").stat().st_ino == before
-    assert tree(place) == FILES, "what is not there any more would be loaded, too"
+    assert tree(place) == FILES, "removed objects would be loaded, too"
 
 
 def test_mirror_with_damaged_list_downloads_again(url: str, tmp_path: Path) -> None:

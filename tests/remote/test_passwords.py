@@ -1,4 +1,4 @@
-"""URLs with passwords and signatures are refused, and nothing that is printed has the secret."""
+"""URLs with passwords and signatures are refused, and no output contains the secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A pipeline that lies in an object store is loaded and offloaded as from a directory."""
+"""A pipeline in an object store is loaded and offloaded as from a directory."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def files(local: Path, s3: str, proxy: Proxy) -> dict[str, bytes]:
 
 
 def fetched(proxy: Proxy) -> set[str]:
-    """Names of the objects of which bytes were asked for."""
+    """Return the names of the objects that were read."""
     paths = (unquote(path.partition("?")[0]) for verb, path, _ in proxy.requests if verb == "GET")
     begin = f"/{BUCKET}/pipeline/"
     return {path.removeprefix(begin) for path in paths if path.startswith(begin)}
 
 
 def mirrored(place: Path) -> dict[str, bytes]:
-    """The files of the only mirror in a store's directory."""
+    """Return the files of the only mirror in a store's directory."""
     (root,) = (place / MIRRORS).iterdir()
     return {
         str(path.relative_to(root)): path.read_bytes()
@@ -76,7 +76,7 @@ def test_remote_pipeline_loads_once_with_the_same_image(
     with TierStore("2MB", tmp_path, device="cpu") as store:
         assert torch.equal(image(f"{URL}/", store), expected)
     assert not fetched(proxy)
-    assert len(proxy.requests) == 1, "the list"
+    assert len(proxy.requests) == 1, "only the listing"
 
 
 def test_remote_files_replaced_or_removed_are_updated(
@@ -89,7 +89,7 @@ def test_remote_files_replaced_or_removed_are_updated(
     upload(s3, f"pipeline/{changed}", other)
     remove(s3, f"pipeline/{gone}")
     damaged = next(name for name in files if name.endswith(".safetensors"))
-    (place / damaged).write_bytes(files[damaged][:-1])  # shorter than it was
+    (place / damaged).write_bytes(files[damaged][:-1])  # one byte shorter
     proxy.requests.clear()
     assert Path(mirror(URL, str(tmp_path))) == place
     assert fetched(proxy) == {changed, damaged}
@@ -106,7 +106,7 @@ def test_failed_download_resumes(files: dict[str, bytes], proxy: Proxy, tmp_path
         mirror(URL, str(tmp_path))
     there = mirrored(tmp_path)
     assert 0 < len(there) < len(files)
-    assert all(files[name] == data for name, data in there.items()), "none in part"
+    assert all(files[name] == data for name, data in there.items()), "a file is incomplete"
     proxy.before, proxy.every = lambda number: None, None
     proxy.requests.clear()
     mirror(URL, str(tmp_path))

@@ -66,7 +66,7 @@ def test_remote_values_are_right_within_both_budgets(
 
 
 def _bytes_under(directory: Path) -> int:
-    """Bytes of the files of what was fetched. Some may be gone when we come to them."""
+    """Return the size of all cached files. Some may be removed during the count."""
     found = 0
     for path in (directory / "remote" / "objects").rglob("*.safetensors"):
         try:
@@ -243,7 +243,7 @@ def test_discarded_group_leaves_no_file(
     assert _bytes_under(tmp_path / "store") > 0
     for key in checkpoint.groups:
         store.discard(key)
-    for _ in range(100):  # some may still have been on their way
+    for _ in range(100):  # some may still have been in transit
         if _bytes_under(tmp_path / "store") == 0:
             return
         time.sleep(0.05)
@@ -257,8 +257,8 @@ def test_replaced_object_raises_in_the_call_that_reads_it(
     assert_holds(store, checkpoint, "0")
     upload(s3, checkpoint.name, save(values_of(8, 128, seed=1)))  # of the same size and names
     with pytest.raises(StaleCheckpointError, match="was replaced"):
-        store.acquire("7")  # of those before it, some may be on their way already
-    assert_holds(store, checkpoint, "0")  # which is here
+        store.acquire("7")  # earlier ones may already be in transit
+    assert_holds(store, checkpoint, "0")  # which is resident
 
 
 def test_removed_object_raises_stale(checkpoint: Uploaded, s3: str, store: TierStore) -> None:

@@ -2,9 +2,9 @@
 
     python tests/service/crowded.py WORKERS MODELS
 
-Each goes through its model again and again. Once each has been through it twice: `RESULT` and a
-JSON object with how often each has, the service's resident bytes and its budget. Run in a process
-that has imported torch and not used it.
+Each worker runs its model repeatedly. Once each has run it twice, prints `RESULT` and a JSON object
+with the number of runs of each, the service's resident bytes and its budget. Run in a process that
+has imported torch but not used it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SOCKET = "run/s"
 
 
 def worker(place: int, model: int, passes: mmap.mmap) -> None:
-    """Counts its passes at `place`."""
+    """Run passes of a model, and count them at `place`."""
     torch.set_num_threads(1)
     store = connect()
     store.register_checkpoint(f"{model}.safetensors")
@@ -42,7 +42,7 @@ def worker(place: int, model: int, passes: mmap.mmap) -> None:
 
 
 def answers() -> bool:
-    """Return whether the service runs."""
+    """Return whether the service answers."""
     with contextlib.suppress(NoAnswerError):
         return query_status(SOCKET).pid > 0
     return False
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def crowd(service: int, workers: int, models: int, passes: mmap.mmap) -> dict[str, object]:
-    """Run so many workers until each has used its model twice. Returns their results."""
+    """Run this many workers until each has used its model twice. Returns their results."""
     wait_until(answers, 30.0)
     before = left_over(service)
     for n in range(workers):

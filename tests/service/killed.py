@@ -1,4 +1,4 @@
-"""Kills workers of a service, or the service, at random moments, and checks what is left.
+"""Kill workers of a service, or the service, at random moments, and check the remains.
 
     python tests/service/killed.py workers|services COUNT SEED
 
@@ -129,7 +129,7 @@ def lasting(count: Callable[[], int]) -> int:
 
 
 def left_over(service: int) -> LeftOver:
-    """Return the service's state once all workers are gone."""
+    """Return the service's state once all workers are disconnected."""
     report = query_status(SOCKET)
     memory = Path(f"/proc/{service}/smaps_rollup").read_text()
     resident = next(int(line.split()[1]) for line in memory.splitlines() if line[:4] == "Rss:")

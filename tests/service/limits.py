@@ -1,4 +1,4 @@
-"""Limits and times of a service that are too large to wait for, made smaller for a test."""
+"""Limits and timeouts of a service, reduced for a test."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ import pytest
 
 
 def set_limit(patch: pytest.MonkeyPatch, module: ModuleType, name: str, value: float) -> None:
-    """Have a module's constant be another number, until the end of the test."""
+    """Set a module's constant to another number until the end of the test."""
     assert isinstance(getattr(module, name), int | float)
     patch.setattr(module, name, value)

@@ -61,12 +61,12 @@ OF_SERVICES: list[m.Message] = [
 
 
 def bodies_of(sent: Sequence[m.Message]) -> list[bytes]:
-    """The messages, each as it is without its head."""
+    """Return the messages, each without its head."""
     return [_encode(message) for message in sent]
 
 
 def stream_of(bodies: Sequence[bytes], first: int = 0) -> bytes:
-    """A stream of these bodies, with heads that fit; the first message has this number."""
+    """Return a stream of these bodies with matching heads; `first` numbers the first message."""
     heads = (HEAD.pack(len(b), first + i, zlib.crc32(b)) for i, b in enumerate(bodies))
     return b"".join(head + body for head, body in zip(heads, bodies, strict=True))
 
@@ -103,26 +103,26 @@ def _cut(data: bytes, chance: random.Random) -> bytes:
 NUMBERS = [
     b"\xcf" + b"\xff" * 8,  # the largest number
     b"\xd3\x80" + b"\0" * 7,  # the smallest
-    b"\xcb\x7f\xf8" + b"\0" * 6,  # no number at all
+    b"\xcb\x7f\xf8" + b"\0" * 6,  # NaN
     b"\xc0",  # nil
     b"\xc3",  # true
     b"\x90",  # an empty array
     b"\x80",
     b"\xa0",
-    b"\xdd\xff\xff\xff\xff",  # arrays, maps, texts and bytes that are said to be very long
+    b"\xdd\xff\xff\xff\xff",  # arrays, maps, texts and bytes with huge claimed lengths
     b"\xdd\x00\x0f\xff\xff",
     b"\xdf\xff\xff\xff\xff",
     b"\xdb\xff\xff\xff\xff",
     b"\xc6\xff\xff\xff\xff",
     b"\xc7\x05\x01abcde",  # an extension
-    b"\xa3\xff\xfe\xfd",  # no UTF-8
+    b"\xa3\xff\xfe\xfd",  # invalid UTF-8
     b"\xa5\n\x1b[2J",
-    b"\x91" * 2000,  # arrays in arrays
+    b"\x91" * 2000,  # nested arrays
 ]
 
 
 def _swap_value(data: bytes, chance: random.Random) -> bytes:
-    """Put another value in the place of a byte, which often is a whole value."""
+    """Replace a byte, which often is a whole value."""
     at = chance.randrange(len(data))
     return data[:at] + chance.choice(NUMBERS) + data[at + 1 :]
 
@@ -135,25 +135,25 @@ BODY = [*BYTES, _swap_value, _swap_value]
 
 
 def mangled(bodies: Sequence[bytes], chance: random.Random) -> bytes:
-    """A stream that begins as these messages do, and has been changed once, somewhere."""
+    """Return a stream of these messages with one random change."""
     at = chance.randrange(len(bodies))
     before, body, after = list(bodies[:at]), bodies[at], list(bodies[at + 1 :])
     kind = chance.randrange(8)
     if kind == 0:  # the stream
         return chance.choice(BYTES)(stream_of(bodies), chance)
-    if kind == 1:  # a head, the checksum of whose message is right
+    if kind == 1:  # a head, with the right checksum of its message
         length = chance.choice((0, 1, len(body) - 1, len(body) + 1, m.MAX_MESSAGE, 0xFFFFFFFF))
         number = chance.choice((at, at, at + 1, 0, 0xFFFFFFFF))
         head = HEAD.pack(length, number, zlib.crc32(body))
         return stream_of(before) + head + body + stream_of(after, at + 1)
-    if kind == 2:  # which messages come, and in which order, numbered as they should be
+    if kind == 2:  # the set and order of messages, correctly numbered
         what = chance.randrange(3)
         if what == 0:
             return stream_of([*before, *after])
         if what == 1:
             return stream_of([*before, body, body, *after])
         return stream_of(chance.sample(list(bodies), len(bodies)))
-    changed = body  # all others: what is in a message
+    changed = body  # all others: the content of a message
     for _ in range(chance.choice((1, 1, 2, 4))):
         changed = chance.choice(BODY)(changed or b"\0", chance)
     return stream_of([*before, changed, *after])

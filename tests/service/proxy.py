@@ -1,4 +1,4 @@
-"""Somebody between workers and a service, who does harm to one message of one connection.
+"""A proxy between workers and a service that harms one message of one connection.
 
 Messages are passed on one by one, with their descriptors. The first connection through a `Proxy`
 has the fault; all others are passed on as they are.
@@ -33,7 +33,7 @@ class Harm(Enum):
 
 @dataclass(frozen=True)
 class Fault:
-    """Harm to the message `number` (from 0) of those to the service (`up`), or from it."""
+    """Harm to message `number` (from 0) to the service (`up`), or from it."""
 
     up: bool
     number: int
@@ -42,7 +42,7 @@ class Fault:
 
 @dataclass(eq=False)
 class Proxy:
-    """Listens at `path`, and passes on to the service at `target`."""
+    """Listens at `path`, and forwards to the service at `target`."""
 
     target: str
     fault: Fault
@@ -92,7 +92,7 @@ class Proxy:
                     with contextlib.suppress(OSError):
                         source.shutdown(socket.SHUT_RDWR)
                     break
-        # An end of one side is passed to the other: in this direction alone.
+        # The end of one side closes the other, in this direction only.
         with contextlib.suppress(OSError):
             target.shutdown(socket.SHUT_WR)
 
@@ -111,13 +111,13 @@ class Proxy:
             target.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
-        """End the connections that are there."""
+        """End all current connections."""
         for end in self._ends:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """End all connections, and listen no more."""
+        """End all connections, and stop listening."""
         self._listening.shutdown(socket.SHUT_RDWR)
         self.cut()
         for thread in self._threads:
@@ -135,7 +135,7 @@ class Proxy:
 
 
 def messages_from(source: socket.socket) -> Iterator[tuple[bytes, list[int]]]:
-    """Each message with its head, and the descriptors that came with it."""
+    """Yield each message with its head, and the descriptors that came with it."""
     buffer, descriptors = b"", []
     while True:
         while len(buffer) >= HEAD.size:

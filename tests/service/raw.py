@@ -1,4 +1,4 @@
-"""Workers that do what no store does: they speak to a service message by message."""
+"""Workers that behave as no store does: they talk to a service message by message."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE = 4096
 
 
 class RawWorker:
-    """A connection to the service at `path`. What it sends need not make sense."""
+    """A connection to the service at `path`. Its messages may be invalid."""
 
     def __init__(self, path: str, name: str | None = "raw") -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -34,7 +34,7 @@ class RawWorker:
             self.welcome = self.take(m.Welcome)
 
     def send(self, message: m.Message, descriptors: Sequence[int] = ()) -> None:
-        """Send a message, with these descriptors beside it."""
+        """Send a message, with these descriptors."""
         self.send_bytes(self._outgoing.encode(message), descriptors)
 
     def send_bytes(self, data: bytes, descriptors: Sequence[int] = ()) -> None:
@@ -45,7 +45,7 @@ class RawWorker:
             self.socket.sendall(data)
 
     def take(self, kind: type[M]) -> M:
-        """The next message of this kind; others that come before it are kept in `came`.
+        """Return the next message of this kind; earlier ones of other kinds are kept in `came`.
 
         Raises ConnectionError if the connection ends before.
         """
@@ -62,12 +62,12 @@ class RawWorker:
     def why_refused(self) -> str:
         """Return the service's last message to this worker; it must close the connection then."""
         why = self.take(m.Refused).why
-        with contextlib.suppress(ConnectionResetError):  # it has not read all that was sent
+        with contextlib.suppress(ConnectionResetError):  # it has not read everything that was sent
             assert not self.socket.recv(1)
         return why
 
     def ended(self, seconds: float = 10.0) -> bool:
-        """Return whether the service closes the connection by then."""
+        """Return whether the service closes the connection within this time."""
         ends = time.monotonic() + seconds
         self.socket.settimeout(seconds)
         with contextlib.suppress(ConnectionResetError, TimeoutError):
@@ -78,7 +78,7 @@ class RawWorker:
         return time.monotonic() < ends
 
     def open(self, path: Path, /, **changes: object) -> None:
-        """Send a file, described as it is but for the changes."""
+        """Send a file with its true description, except for the changes."""
         with open(path, "rb") as file:
             self.send(m.Open([row_of(path, **changes)]), [file.fileno()])
 
@@ -87,7 +87,7 @@ class RawWorker:
         return self._requests
 
     def register(self, groups: Sequence[m.Group]) -> list[int]:
-        """The numbers of groups. Raises ConnectionError if the service refuses."""
+        """Register groups; return their numbers. Raises ConnectionError if the service refuses."""
         self.send(m.Register(self.request(), list(groups)))
         return self.take(m.Registered).groups
 
@@ -101,11 +101,11 @@ class RawWorker:
                 return answer
 
     def arena(self, answer: m.Leased) -> bytes:
-        """Return the bytes in the service's memory at the place it named."""
+        """Return the bytes at the place in the service's memory that its answer names."""
         return os.pread(self.descriptors[0], answer.nbytes, answer.offset)
 
     def ping(self) -> None:
-        """See that it answers."""
+        """Check that the service answers."""
         self.send(m.Ping())
         self.take(m.Pong)
 
@@ -123,7 +123,7 @@ class RawWorker:
 
 
 def row_of(path: Path, /, **changes: object) -> m.File:
-    """A file as it is described to a service."""
+    """Return the description of a file as a service gets it."""
     status = path.stat()
     stamp = (
         status.st_dev,
@@ -137,6 +137,6 @@ def row_of(path: Path, /, **changes: object) -> m.File:
 
 
 def pages(first: int, number: int = 1, file: int = 0) -> m.Group:
-    """A group of so many pages of a file, from this one on."""
+    """Return a group of `number` pages of a file, from page `first` on."""
     nbytes = number * PAGE
     return m.Group(nbytes, [m.Piece(file, first * PAGE, nbytes, 0)], [], [])

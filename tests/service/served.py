@@ -2,7 +2,7 @@
 
     python served.py NOTES DIR --ram ... [options of tierstore-serve]
 
-On SIGUSR1, it begins to write the names of all opened files to NOTES ("-": it does not).
+On SIGUSR1, it starts to write the names of all opened files to NOTES ("-": never).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tierstore.service.cli import serve
 
 
 def note(descriptor: int, event: str, arguments: tuple[object, ...]) -> None:
-    """Write down what is opened, by whatever part of Python."""
+    """Record each opened file, whichever part of Python opens it."""
     if event == "open":
         os.write(descriptor, f"{arguments[0]!s}\n".encode(errors="replace"))
 

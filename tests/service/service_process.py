@@ -1,4 +1,4 @@
-"""Services in processes of their own, which start at once: torch is imported already."""
+"""Services in separate processes, which start at once: torch is already imported."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PROGRAM = Path(__file__).with_name("served.py")
 
 
 class ServiceProcess:
-    """`tierstore-serve DIRECTORY` with these options. One at a time in a process that tests."""
+    """`tierstore-serve DIRECTORY` with these options; one at a time per test process."""
 
     def __init__(self, directory: Path, *options: str, notes: Path | None = None) -> None:
         self._place = tempfile.TemporaryDirectory(prefix="ts-")
@@ -47,7 +47,7 @@ class ServiceProcess:
         while True:
             with contextlib.suppress(NoAnswerError):
                 return query_status(self.socket)
-            assert time.monotonic() < ends, "it does not begin"
+            assert time.monotonic() < ends, "the service does not start"
             assert self._thread.is_alive(), self._done
             time.sleep(0.01)
 
@@ -55,7 +55,7 @@ class ServiceProcess:
         return query_status(self.socket)
 
     def connect(self, **options: object) -> TierStore:
-        """A store that is served here."""
+        """Connect a store to this service."""
         return TierStore.connect(self.socket, device="cpu", **options)  # type: ignore[arg-type]
 
     def resident_bytes(self) -> int:
@@ -76,14 +76,14 @@ class ServiceProcess:
         os.kill(self.pid, number)
 
     def wait(self, seconds: float = 30.0) -> subprocess.CompletedProcess[str]:
-        """Return its exit status. Raises if it is still running then."""
+        """Return its result. Raises if it does not end in time."""
         self._thread.join(seconds)
-        assert not self._thread.is_alive(), "it goes on"
+        assert not self._thread.is_alive(), "it is still running"
         assert self._done is not None
         return self._done
 
     def end(self, number: int = signal.SIGTERM) -> subprocess.CompletedProcess[str]:
-        """End it, if it has not ended yet. How it did."""
+        """End it, if it is still running, and return its result."""
         if self._thread.is_alive():
             self.send_signal(number)
         done = self.wait()
@@ -95,7 +95,7 @@ class ServiceProcess:
 def served_by_a_process(
     directory: Path, ram: int, *options: str, notes: Path | None = None
 ) -> Iterator[ServiceProcess]:
-    """A service of this directory, until the end."""
+    """Run a service of this directory inside the context."""
     service = ServiceProcess(directory, "--ram", f"{ram >> 10}KiB", *options, notes=notes)
     try:
         yield service

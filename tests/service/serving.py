@@ -1,4 +1,4 @@
-"""Services for tests: one on a thread of this process, or one in a process of its own."""
+"""Services for tests: one on a thread of this process, or one in a separate process."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class LeftOver:
 
 
 def wait_until(holds: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait until something is true that somebody else makes so."""
+    """Wait until another thread makes a condition true."""
     ends = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < ends, "it has not become true"
+        assert time.monotonic() < ends, "the condition did not become true"
         time.sleep(0.005)
 
 
 class ThreadService:
-    """A service on a thread of this process: the real one, but for the command around it."""
+    """A service on a thread of this process: the real one, without the command around it."""
 
     def __init__(self, directory: Path, ram: int, disk: int | None = None) -> None:
-        # The path of a socket is short, that of a test's directory is not.
+        # A socket's path must be short; that of a test's directory is not.
         self._place = tempfile.TemporaryDirectory(prefix="ts-")
         os.chmod(self._place.name, 0o700)
         self.socket = os.path.join(self._place.name, "s")
@@ -74,17 +74,17 @@ class ThreadService:
         asyncio.run(serve())
 
     def connect(self, **options: object) -> TierStore:
-        """A store that is served here."""
+        """Connect a store to this service."""
         return TierStore.connect(self.socket, device="cpu", **options)  # type: ignore[arg-type]
 
     wait_until = staticmethod(wait_until)
 
     def stats(self) -> Stats:
-        """Return the figures of its store."""
+        """Return the statistics of its store."""
         return self.server.engine.reporting.stats()
 
     def leased(self) -> int:
-        """The leases that are out."""
+        """Return the number of current leases."""
         return sum(len(c.leases) for c in list(self.server.connections.values()))
 
     def stop(self) -> None:
@@ -99,7 +99,7 @@ class ThreadService:
 
 @contextlib.contextmanager
 def serving(directory: Path, ram: int, disk: int | None = None) -> Iterator[ThreadService]:
-    """A service of this directory, until the end."""
+    """Run a service of this directory inside the context."""
     service = ThreadService(directory, ram, disk)
     try:
         yield service

@@ -53,7 +53,7 @@ def test_signal_ends_a_service_with_leases_held(tmp_path: Path, number: int):
             store.acquire("w1")
         assert time.monotonic() - began < 1
     came, *others = [line for line in done.stderr.splitlines() if " worker " in line]
-    assert re.search(r"INFO worker 2 \(.*, process \d+\) connected$", came)  # 1 asked for the state
+    assert re.search(r"INFO worker 2 \(.*, process \d+\) connected$", came)  # 1 sent a query
     assert "the service is stopping" in others[0]
     assert "WARNING" not in done.stderr.replace("WARNING dropped worker 2", "")
 
@@ -69,7 +69,7 @@ def test_worker_connect_and_disconnect_log_one_line_each(
             for name in ("w0", "w1", "w0"):
                 with store.acquire(name):
                     pass
-        service.wait_until(lambda: len(caplog.records) >= 2)  # the last thing that it does
+        service.wait_until(lambda: len(caplog.records) >= 2)  # its last action
         came, went = [record.getMessage() for record in caplog.records]
     assert re.fullmatch(r"worker 1 \(.*, process \d+\) connected", came)
     assert re.fullmatch(
@@ -92,7 +92,7 @@ def test_worker_closing_during_a_send_is_disconnected(
         (connection,) = service.server.connections.values()
 
         def send_too_late() -> None:
-            assert closed.wait(30)  # nothing is read meanwhile
+            assert closed.wait(30)  # the service reads nothing meanwhile
             connection.send(messages.Pong())
 
         service.loop.call_soon_threadsafe(send_too_late)
@@ -126,7 +126,7 @@ def test_service_end_without_leases_is_immediate(tmp_path: Path):
     ):
         store.register_checkpoint(tmp_path / "m.safetensors")
         with store.acquire("w0"):
-            pass  # and stays leased, as it may be of use again
+            pass  # and stays leased, as it may be used again
         began = time.monotonic()
         assert service.end().returncode == 0
         assert time.monotonic() - began < 5
@@ -161,7 +161,7 @@ def test_leases_stay_valid_after_the_service_ends(tmp_path: Path):
 
 
 def abandon_worker(service: ThreadService) -> None:
-    """Have the service let its only worker go, which has done nothing wrong."""
+    """Make the service disconnect its only worker, which has done nothing wrong."""
     (connection,) = service.server.connections.values()
     service.loop.call_soon_threadsafe(connection.drop, "a test of it")
     service.wait_until(lambda: connection.abandoned)
@@ -175,7 +175,7 @@ def test_leases_stay_valid_after_a_disconnect(tmp_path: Path):
             with store.acquire("w1"):
                 pass  # leased and idle
             abandon_worker(service)
-            with service.connect() as other:  # would take the room
+            with service.connect() as other:  # would take the space
                 other.register_checkpoint(tmp_path / "m.safetensors")
                 for i in range(1, 12):
                     with other.acquire(f"w{i}"):
@@ -183,8 +183,8 @@ def test_leases_stay_valid_after_a_disconnect(tmp_path: Path):
             assert same(lease, tensors["w0"], "w0")
             assert torch.equal(store.get("w1"), tensors["w1"])  # over a new connection
             assert same(lease, tensors["w0"], "w0")
-            service.wait_until(lambda: len(service.server.connections) == 2)  # `other` has gone
-        with service.connect() as other, service.connect() as third:  # need all of the room
+            service.wait_until(lambda: len(service.server.connections) == 2)  # without `other`
+        with service.connect() as other, service.connect() as third:  # need all of the space
             leases = []
             for each, names in ((other, ("w8", "w9")), (third, ("w10", "w11"))):
                 each.register_checkpoint(tmp_path / "m.safetensors")
@@ -205,7 +205,7 @@ def test_ending_service_keeps_another_services_socket(tmp_path: Path):
             with store.acquire("w0"):
                 service.send_signal()
                 ThreadService.wait_until(lambda: not is_live(service.socket))
-                following = sockets.listen(service.socket)  # the next service begins meanwhile
+                following = sockets.listen(service.socket)  # the next service starts meanwhile
             assert service.wait(10).returncode == 0
         assert is_live(service.socket)
         following.close()
@@ -219,7 +219,7 @@ def is_live(path: str) -> bool:
 
 
 def test_ended_connection_fails_one_call_at_most(tmp_path: Path):
-    """However late the thread that reads learns of it: here it is busy until the end."""
+    """This holds even if the reading thread notices late: here it is busy until the end."""
     busy, go_on = threading.Event(), threading.Event()
 
     def allowance(nbytes: int) -> None:

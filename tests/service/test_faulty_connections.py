@@ -1,4 +1,4 @@
-"""A message that is lost, doubled or changed on its way costs an error at most, never the truth."""
+"""A message that is lost, doubled or changed causes an error at most, never wrong values."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Worker:
         return TierStore.connect(path, device="cpu", ram_budget=4 * MIB, disk_dir=own)
 
     def work(self, store: TierStore) -> None:
-        """Everything that there is to do. What it sees must be true; may raise TierStoreError."""
+        """Make every call. The values that it sees must be right; may raise TierStoreError."""
         self.turns += 1
         prefix = f"{self.turns}/"
         store.register_checkpoint(self.place / "m.safetensors", prefix)
@@ -74,7 +74,7 @@ class Worker:
 
     @contextlib.contextmanager
     def may_fail(self) -> Iterator[None]:
-        """Check that the block ends in time: well, or with an error of the library."""
+        """Check that the block ends in time: without an error, or with one of the library."""
         began = time.monotonic()
         try:
             yield
@@ -95,9 +95,9 @@ class Worker:
             with self.may_fail():
                 self.work(store)
             began = time.monotonic()
-            # A fault in the last message of a connection shows at the next one. Where the machine
-            # is busy, more of what is fetched early is asked for only when it is needed: then the
-            # message comes later than it did when they were counted.
+            # A fault in the last message of a connection shows at the next one. On a busy machine,
+            # fewer prefetches happen before their groups are needed: then the message comes later
+            # than it did when they were counted.
             for _ in range(1 if proxy.done else 2):
                 with contextlib.suppress(TierStoreError):
                     self.work(store)
@@ -110,7 +110,7 @@ class Worker:
 
 
 def connections() -> int:
-    """Sockets, arenas and processes that are open here. Files of groups may stay open."""
+    """Count the open sockets, arenas and processes. Files of groups may stay open."""
     gc.collect()
     kinds = ("socket:", "anon_inode:", "/memfd:")
     count = 0
@@ -130,7 +130,7 @@ def test_connection_without_faults_works(service: ThreadService, worker: Worker)
     proxy = worker.live(service, NO_FAULT)
     assert worker.counts == {"fine": 2}
     assert proxy.done == 0
-    assert min(proxy.passed.values()) > 15  # a session has messages enough to harm
+    assert min(proxy.passed.values()) > 15  # a session has enough messages to harm
     assert connections() <= before  # fewer, if some of an earlier test were still ending
 
 

@@ -1,4 +1,4 @@
-"""A worker talks to services of its user only: another's gets no byte, and no descriptor."""
+"""A worker talks only to services of its user: others get no byte and no descriptor."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def impostor(user: int) -> Iterator[tuple[str, subprocess.Popen[str]]]:
 
 
 def received(running: subprocess.Popen[str]) -> list[int]:
-    """Bytes and descriptors that the impostor got."""
+    """Return how many bytes and descriptors the impostor got."""
     assert running.stdout is not None
     return [int(word) for word in running.stdout.readline().split()]
 
@@ -83,7 +83,7 @@ def test_impostor_of_the_same_user_is_greeted() -> None:
         with pytest.raises(ServiceLostError):  # no service, as it turns out
             TierStore.connect(path, device="cpu")
         nbytes, _ = received(running)
-        assert nbytes > 10, "whoever listens is found to get what a worker says"
+        assert nbytes > 10, "the control: the listener gets the worker's messages"
 
 
 @as_root

@@ -29,7 +29,7 @@ def service(tmp_path: Path) -> Iterator[ThreadService]:
 
 
 def ends_well(pid: int, seconds: float = 10.0) -> bool:
-    """Return whether a child ends by then, with status 0."""
+    """Return whether a child ends in time, with status 0."""
     ends = time.monotonic() + seconds
     while time.monotonic() < ends:
         ended, status = os.waitpid(pid, os.WNOHANG)
@@ -42,7 +42,7 @@ def ends_well(pid: int, seconds: float = 10.0) -> bool:
 
 
 def forked(action: Callable[[], None]) -> int:
-    """A child that does something, and ends with status 0 if that was well."""
+    """Fork a child that runs an action, and ends with status 0 if it succeeded."""
     pid = os.fork()
     if pid:
         return pid
@@ -54,7 +54,7 @@ def forked(action: Callable[[], None]) -> int:
 
 
 def use_in_child(store: TierStore) -> None:
-    """Calls that a child may make on its parent's store: all without effect."""
+    """Use the parent's store in a child: every call raises, without effect."""
     for use in (lambda: store.acquire("w1"), lambda: store.discard("w1"), store.close):
         try:
             use()

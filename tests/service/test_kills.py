@@ -1,4 +1,4 @@
-"""Workers and services that are killed at random moments, looked at from outside."""
+"""Workers and services that are killed at random moments, observed from outside."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KILLED, CROWDED = (Path(__file__).with_name(name) for name in ("killed.py", "cro
 
 @pytest.fixture
 def place() -> Iterator[Path]:
-    """A directory with a short name: the path of a socket is short."""
+    """Make a directory with a short name, as a socket's path must be short."""
     made = Path(tempfile.mkdtemp(prefix="ts-"))
     yield made
     shutil.rmtree(made, ignore_errors=True)
@@ -57,6 +57,6 @@ def test_crowd_of_workers_starves_no_worker(place: Path) -> None:
     found = run(CROWDED, workers, models, place=place, seconds=290)
     assert found["workers"] == workers
     assert min(found["passes"]) >= 2
-    # The fastest has done no more than a few times as much as the slowest.
+    # The fastest worker did at most a dozen times the work of the slowest.
     assert max(found["passes"]) <= 12 * min(found["passes"])
     assert found["grew"] <= found["budget"] + 100 * 10**6

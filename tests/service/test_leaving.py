@@ -1,4 +1,4 @@
-"""Workers with many groups that go: others are served meanwhile, and the books stay right."""
+"""Workers with many groups disconnect: others are served meanwhile, and accounting stays right."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def register_all(raw: RawWorker, data: Path) -> list[int]:
 
 
 def watch(service: ThreadService) -> list[int]:
-    """The groups that are registered, noted in each turn of the event loop until there are none."""
+    """Record the number of registered groups in each turn of the event loop until it is 0."""
     noted: list[int] = []
 
     def note() -> None:
@@ -78,7 +78,7 @@ def test_register_while_another_leaves_counts_each_once(service: ThreadService, 
         registered = service.server.groups
         service.wait_until(lambda: registered.bytes_registered == BATCH * PAGE)
         (connection,) = service.server.connections.values()
-        # Groups that both had keep their bytes, so only the counts show that one has left.
+        # Shared groups keep their bytes, so only their counts show that one worker has left.
         shared = connection.groups.values()
         service.wait_until(lambda: {group.workers for group in list(shared)} == {1})
         assert isinstance(other.lease(numbers[-1]), m.Leased)

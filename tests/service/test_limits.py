@@ -62,7 +62,7 @@ def test_unfinished_message_is_disconnected(
     with RawWorker(service.socket) as slow, RawWorker(service.socket) as quick:
         slow.send_bytes(b"\x90\0\0")
         assert "the rest of a message" in slow.why_refused()
-        time.sleep(0.3)  # who has said all of what it had to say may be silent
+        time.sleep(0.3)  # a worker that sent whole messages may be silent
         quick.ping()
     assert all_are_disconnected(service)
     assert "the rest of a message" in log.text
@@ -75,7 +75,7 @@ def test_slow_upload_is_allowed(service: ThreadService, monkeypatch: pytest.Monk
         row = m.TensorRow("w", "U8", [3 * m.UPLOAD], [1], 0)
         raw.send(m.Upload(1, "casts/" + "0" * 32, [row], 3 * m.UPLOAD))
         raw.take(m.Done)
-        for _ in range(3):  # each takes less, all together more
+        for _ in range(3):  # each takes less than the limit, all together more
             time.sleep(0.4)
             raw.send(m.Part(1, bytes(m.UPLOAD)))
         raw.take(m.Done)
@@ -105,14 +105,14 @@ def test_files_above_the_limit_are_refused(
 ):
     set_limit(monkeypatch, passed_files, "MAX_FILES", 5)
     with RawWorker(service.socket) as raw, pytest.raises(ConnectionError):
-        for number in range(20):  # those that groups lie in count, though they were closed
+        for number in range(20):  # files of groups count, even when closed
             raw.open(data)
             raw.register([pages(number, file=number)])
             raw.send(m.CloseFile(number))
     assert number == 5
     assert all_are_disconnected(service)
     with RawWorker(service.socket) as raw:
-        for number in range(20):  # those that nothing lies in any more do not
+        for number in range(20):  # files without groups do not
             raw.open(data)
             raw.send(m.CloseFile(number))
             raw.ping()
@@ -149,7 +149,7 @@ def test_leases_above_the_limit_are_refused(
             assert isinstance(raw.lease(group), m.Leased)
         raw.send(m.Lease(99, group))
         assert "more than 10 leases" in raw.why_refused()
-        assert service.leased() == 10  # it may still be looking at them
+        assert service.leased() == 10  # it may still view them
     assert all_are_disconnected(service)
     assert "more than 10 leases" in log.text
 
@@ -187,7 +187,7 @@ def test_cancelled_leases_leave_nothing(service: ThreadService, data: Path):
 def test_hundreds_of_disconnects_at_once_are_handled(
     service: ThreadService, data: Path, caplog: pytest.LogCaptureFixture
 ):
-    """Each end changes what all others may lease, and shows that more are gone."""
+    """Each disconnect changes the allowance of all others, and reveals further disconnects."""
     number = by_lane(60, 400)
     os.truncate(data, number * 32 * PAGE)
     workers = [RawWorker(service.socket) for _ in range(number)]
@@ -209,7 +209,7 @@ def test_hundreds_of_disconnects_at_once_are_handled(
 
 
 def pause(service: ThreadService) -> tuple[bool, threading.Event]:
-    """Have the service do nothing until the event that is returned is set."""
+    """Block the service until the returned event is set."""
     stopped, go_on = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -229,13 +229,13 @@ def test_workers_wait_when_descriptors_run_out(
         waiting = socket.socket(socket.AF_UNIX)
         paused, go_on = pause(service)
         try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # fewer than there are
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # fewer than are open
             waiting.connect(service.socket)
             go_on.set()
             began = time.process_time()
             service.wait_until(lambda: "too many open files" in log.text)
             time.sleep(0.3)
-            assert time.process_time() - began < 0.25  # it does not try again and again
+            assert time.process_time() - began < 0.25  # it does not retry in a busy loop
             raw.ping()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -47,7 +47,7 @@ def service(tmp_path: Path, notes: Path) -> Iterator[ServiceProcess]:
 
 
 def session(data: Path) -> list[m.Message]:
-    """Return the messages of an honest worker's life; the descriptor goes with the first bytes."""
+    """Return the messages of an honest session; the descriptor is sent with the first bytes."""
     content = bytes(range(48))
     named = content_hash(
         {"w": torch.frombuffer(bytearray(content), dtype=torch.float32).view(3, 4)}
@@ -101,12 +101,12 @@ def attack(service: ServiceProcess, data: Path, chance: random.Random, times: in
 def test_mutated_sessions_are_contained(
     service: ServiceProcess, notes: Path, data: Path, tmp_path: Path
 ):
-    with data.open("rb") as file:  # what is not changed is served to its end
+    with data.open("rb") as file:  # an unchanged session is served to its end
         said = send(service, stream_of(bodies_of(session(data))), file.fileno())
     assert said.count(b"Leased") >= 2 and said.count(b"Done") == 2 and b"Report" in said
     assert b"Refused" not in said and b"Failed" not in said
     chance = random.Random(5)
-    # The store's record of its newest events grows up to a number of them.
+    # The store's event record grows up to a limit.
     attack(service, data, chance, by_lane(100, 2000, 20_000))
     service.send_signal(signal.SIGUSR1)
     ThreadService.wait_until(lambda: notes.stat().st_size > 0)
@@ -119,10 +119,10 @@ def test_mutated_sessions_are_contained(
     assert times * 0.05 < served < times * 0.7
     ThreadService.wait_until(lambda: not service.report().workers)
     ThreadService.wait_until(lambda: others(service, data) == held)
-    assert service.descriptors().count(str(data)) <= MAX_UNUSED  # of groups that are kept
+    assert service.descriptors().count(str(data)) <= MAX_UNUSED  # files of groups that are kept
     assert service.resident_bytes() - resident < 16 * MIB
     opened = notes.read_text().split("\n")
-    assert any(name.startswith("/proc/self/fd/") for name in opened)  # of the arena: it is noted
+    assert any(name.startswith("/proc/self/fd/") for name in opened)  # the arena: the control
     allowed = (str(tmp_path / "served"), "/proc/self/fd/")
     # Files not yet linked are in the service's directory, by descriptor.
     assert not [n for n in opened if n.startswith("/") and not n.startswith(allowed)]
@@ -160,14 +160,14 @@ def honest_worker(service: ServiceProcess, data: Path) -> tuple[RawWorker, int]:
     return honest, group
 
 
-@pytest.mark.full("waits until it is let go")
+@pytest.mark.full("waits until the worker is disconnected")
 def test_worker_that_never_reads_is_disconnected(service: ServiceProcess, data: Path):
     honest, group = honest_worker(service, data)
     with honest, RawWorker(service.socket, "deaf") as raw:
         raw.open(data)
         raw.register([pages(0)])
         pid = os.fork()
-        if pid == 0:  # so that it takes no time of this process
+        if pid == 0:  # so that this process's time is unaffected
             with contextlib.suppress(OSError):
                 while True:
                     raw.send(m.Status(1))
@@ -178,6 +178,6 @@ def test_worker_that_never_reads_is_disconnected(service: ServiceProcess, data: 
             lease_and_release(honest, group)
             served += 1
             assert time.monotonic() < ends
-        assert served > 20, "a service that waits for the deaf one serves nobody meanwhile"
+        assert served > 20, "the service waited for the worker that never reads"
         assert {row.name for row in service.report().workers} == {"honest"}
     assert "it did not read" in service.end().stderr

@@ -1,4 +1,4 @@
-"""Every adapter on a store that a service serves: the same results, and bytes that moved."""
+"""Every adapter on a served store: the same results, and bytes were moved."""
 
 from __future__ import annotations
 

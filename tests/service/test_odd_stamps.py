@@ -1,4 +1,4 @@
-"""Files whose times, inodes or devices are unlike most: a service has them as a store has."""
+"""Files with unusual times, inodes or devices: a service handles them as a store does."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_checkpoint_with_any_timestamp_is_served(time: int, tmp_path: Path) -> N
     path = tmp_path / "model.safetensors"
     save_file({"w": torch.arange(2048.0)}, path)
     os.utime(path, ns=(time, time))
-    assert abs(path.stat().st_mtime_ns - time) < 10**9, "this file system knows no such times"
+    assert abs(path.stat().st_mtime_ns - time) < 10**9, "this file system has no such times"
     with TierStore("1MB", tmp_path / "store", device="cpu") as store:
         store.register_checkpoint(path)
         assert torch.equal(store.get("w"), torch.arange(2048.0))

@@ -107,7 +107,7 @@ def test_foreign_file_at_the_socket_path_raises(service: ThreadService):
         sockets.listen(service.socket)
     place = os.path.dirname(service.socket)
     left = os.path.join(place, "left")
-    for _ in range(2):  # the second one finds what the first one has left
+    for _ in range(2):  # the second one finds the remains of the first
         made = sockets.listen(left)
         made.close()
     os.unlink(left)
@@ -227,7 +227,7 @@ def test_file_unlike_its_description_is_not_served(service: ThreadService, data:
         device, inode, nbytes, modified, changed = row_of(data).stamp
         times = (modified[0] + 16, modified[1]), (changed[0] + 16, changed[1])
         raw.open(data, stamp=(device, inode, nbytes + 16 * PAGE, *times))
-        (number,) = raw.register([pages(size // PAGE, 4)])  # it would lie there
+        (number,) = raw.register([pages(size // PAGE, 4)])  # the group would lie there
         answer = raw.lease(number)
         assert isinstance(answer, m.Failed) and answer.error == "StaleCheckpointError"
         raw.ping()
@@ -414,7 +414,7 @@ def test_impossible_tensor_raises(service: ThreadService, data: Path, what: str)
         raw.ping()
         row = m.TensorRow("w", "F32", [100], [1], 0)
         answer = upload(raw, "casts/" + "1" * 32, row, bytes(401), 400)
-        assert isinstance(answer, m.Failed)  # more than was announced
+        assert isinstance(answer, m.Failed)  # more bytes than announced
         raw.ping()
     assert well(service, data)
 

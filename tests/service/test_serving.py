@@ -71,7 +71,7 @@ def test_write_to_leased_memory_reaches_no_other_worker(service: ThreadService, 
         with one.acquire("w0") as lease, other.acquire("w0") as theirs:
             lease.tensors["w0"].zero_()
             assert same(theirs, tensors["w0"], "w0")
-        one.offload("w0")  # it is leased anew next time
+        one.offload("w0")  # the next acquire leases it again
         with one.acquire("w0") as lease:
             assert same(lease, tensors["w0"], "w0")
 
@@ -155,7 +155,7 @@ def test_leases_outlive_the_store(service: ThreadService, tmp_path: Path):
     store.register_checkpoint(tmp_path / "m.safetensors")
     lease = store.acquire("w0")
     store.close()
-    with service.connect() as other:  # takes the room
+    with service.connect() as other:  # takes the space
         other.register_checkpoint(tmp_path / "m.safetensors")
         for i in range(1, 12):
             with other.acquire(f"w{i}"):

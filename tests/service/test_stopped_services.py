@@ -1,4 +1,4 @@
-"""Closing a store while its service does nothing, as one under SIGSTOP: it never waits for it."""
+"""Closing a store while its service is stopped, as by SIGSTOP: it never waits for the service."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def service(tmp_path: Path) -> Iterator[ThreadService]:
 
 @contextlib.contextmanager
 def stopped(service: ThreadService) -> Iterator[None]:
-    """The service reads and answers nothing, until the end."""
+    """Block the service inside the context: it reads and answers nothing."""
     stops, go_on = threading.Event(), threading.Event()
 
     def stop() -> None:
@@ -42,7 +42,7 @@ def stopped(service: ThreadService) -> Iterator[None]:
 
 
 class Caller:
-    """A call on a thread of its own, and the error that it ends with."""
+    """A call on a separate thread, and the error that it ends with."""
 
     def __init__(self, call: Callable[[], object]) -> None:
         self.error: BaseException | None = None
@@ -104,7 +104,7 @@ def test_blocked_send_continues_with_the_service(service: ThreadService):
         wait_until(sender.waits)
         sent = sender.sent
         assert not sender.caller.over(0.3)
-    wait_until(lambda: sender.sent > sent + 4)  # parts of no upload are ignored
+    wait_until(lambda: sender.sent > sent + 4)  # parts without an upload are ignored
     link.close()
     assert sender.caller.over(5)
 

@@ -1,8 +1,8 @@
 """Several threads on one store, on private and shared keys.
 
-Every value describes itself: a group's tensors are full of one number made of the key, the version
-and the thread that wrote it. A reader sees whether a group is whole and whether its value is
-allowed.
+Every value describes itself: a group's tensors are filled with one number made of the key, the
+version and the thread that wrote it. A reader checks whether a group is whole and whether its value
+is allowed.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ PAIR = ["pair/left", "pair/right"]
 
 
 def parts(tag: int, pages: int) -> dict[str, torch.Tensor]:
-    """A group of `pages` pages in two tensors, full of one number."""
+    """Return a group of `pages` pages in two tensors, filled with one number."""
     rows = pages * PAGE // 8
     return {"left": torch.full((rows // 2,), tag), "right": torch.full((rows - rows // 2,), tag)}
 
 
 def tag_of(lease: Lease) -> int:
-    """The number that the whole group is full of."""
+    """Return the number that fills the whole group."""
     values = {int(v) for t in lease.tensors.values() for v in torch.unique(t.cpu()).tolist()}
     assert len(values) == 1, f"{lease.key} is a mix of {sorted(values)}"
     return values.pop()
 
 
 class Crowd:
-    """The threads, what they did, and what went wrong."""
+    """The threads, their actions, and their errors."""
 
     def __init__(self, seed: int, device: str, directory: Path) -> None:
         self.seed = seed
@@ -65,7 +65,7 @@ class Crowd:
             self.store.put(key, parts(0, 2))
 
     def run(self) -> None:
-        """Start every thread, wait for all. A thread that never ends shows all stacks."""
+        """Start all threads and wait for them. If one never ends, print all stacks."""
         bodies: list[Callable[[random.Random], None]] = [
             *[self._owner(i) for i in range(OWNERS)],
             *[self._counter(i) for i in range(COUNTERS)],
@@ -87,7 +87,7 @@ class Crowd:
         join(hinter)
 
     def finish(self) -> None:
-        """Check what must be true when all threads are done."""
+        """Check the conditions that hold when all threads are done."""
         assert not self.errors, self.errors
         assert self.samples > 0
         with self.store.acquire("counter") as lease:
@@ -98,8 +98,8 @@ class Crowd:
             with self.store.acquire(key) as lease:
                 paired.append(tag_of(lease))
         assert paired == [2 * ROUNDS - sum(self.refused.values())] * 2
-        assert self.refused, "nobody ever stood in somebody's way"
-        assert set(self.taken.values()) == {1}, "something was taken twice"
+        assert self.refused, "no lease was ever refused"
+        assert set(self.taken.values()) == {1}, "a token was taken twice"
         assert len(self.taken) == TOKENS
 
     def _thread(self, body: Callable[[random.Random], None], number: int) -> threading.Thread:
@@ -114,7 +114,7 @@ class Crowd:
     # Members of the crowd ----------------------------------------------------------------------
 
     def _owner(self, number: int) -> Callable[[random.Random], None]:
-        """Has keys that no other thread changes: always reads the version that it wrote last."""
+        """Owns keys that no other thread changes: always reads the version that it wrote last."""
 
         def body(rng: random.Random) -> None:
             current: dict[str, int] = {}
@@ -147,7 +147,7 @@ class Crowd:
             assert key not in self.store
 
     def _counter(self, number: int) -> Callable[[random.Random], None]:
-        """Counts in a group that others count in too."""
+        """Increments a counter in a group that other threads increment, too."""
 
         def body(rng: random.Random) -> None:
             for _ in range(ROUNDS):
@@ -168,7 +168,7 @@ class Crowd:
                 self.store.put(f"token/{number}", parts(number, 1), durable=False)
 
     def _reader(self, rng: random.Random) -> None:
-        """Never sees the news go backwards."""
+        """Checks that the news never goes backwards."""
         newest = 0
         while newest < ROUNDS - 1:
             with self.store.acquire("news") as lease:
@@ -177,7 +177,7 @@ class Crowd:
             newest = seen
 
     def _taker(self, rng: random.Random) -> None:
-        """Two of it race for each token: only one may get it."""
+        """Races two threads for each token: only one may get it."""
 
         def race(key: str, found: list[str]) -> None:
             try:
@@ -202,14 +202,14 @@ class Crowd:
                 self.taken.update(found)
 
     def _changer(self, number: int) -> Callable[[random.Random], None]:
-        """Changes two groups together. May be refused the second, and then lets go of the first."""
+        """Changes two groups together. If the second is refused, it releases the first."""
 
         def body(rng: random.Random) -> None:
             for step in range(ROUNDS):
                 first, second = rng.sample(PAIR, 2) if step else (PAIR[number], PAIR[1 - number])
                 with self.store.acquire(first, Access.UPDATE) as one:
                     if not step:
-                        self.meet.wait()  # once, each has for certain what the other wants
+                        self.meet.wait()  # once, each certainly holds the other's group
                     self._change(one, second)
 
         return body
@@ -237,7 +237,7 @@ class Crowd:
                 else:
                     getattr(self.store, act)(key)
             except UnknownKeyError:
-                pass  # gone since we asked for the keys
+                pass  # removed since the keys were listed
             self.over.wait(0.003)
 
     def _sample(self) -> None:

@@ -33,7 +33,7 @@ Tensors = Mapping[str, torch.Tensor]
 def open_store(
     disk_dir: Path, ram: int = 64 * PAGE, device: str = "cpu", **options: Any
 ) -> TierStore:
-    """A store with small budgets: on an accelerator it gets as much memory as in RAM."""
+    """Open a store with small budgets; an accelerator gets as much memory as RAM."""
     if device != "cpu":
         options.setdefault("device_budget", ram)
     return TierStore(ram, disk_dir, device=device, **options)
@@ -45,7 +45,7 @@ def pages(value: float, count: int = 1) -> torch.Tensor:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of a tensor's elements in logical order. Equal bits: equal values, NaN or not."""
+    """Return the bytes of a tensor's elements in logical order, which compares NaN, too."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu()
     if plain.dtype is torch.float4_e2m1fn_x2:  # which torch 2.8 cannot copy
         plain = plain.view(torch.uint8)
@@ -54,7 +54,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Same dtype, shape, stride and bits."""
+    """Check that dtype, shape, stride and bits are the same."""
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     assert found.stride() == expected.stride()
@@ -62,7 +62,7 @@ def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def assert_group(found: Any, expected: Tensors | torch.Tensor) -> None:
-    """Check that `get` returned what was put: tensor for tensor, or dict for dict."""
+    """Check that `get` returns the value that was put: tensor for tensor, or dict for dict."""
     if isinstance(expected, torch.Tensor):
         assert isinstance(found, torch.Tensor)
         assert_same(found, expected)
@@ -74,7 +74,7 @@ def assert_group(found: Any, expected: Tensors | torch.Tensor) -> None:
 
 
 def random_tensor(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Random bits of any dtype, NaN and infinity among them."""
+    """Return random bits of any dtype, including NaN and infinity."""
     generator = torch.Generator().manual_seed(seed)
     count = 1
     for size in shape:
@@ -86,16 +86,16 @@ def random_tensor(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tenso
 
 
 def tiers_of(store: TierStore, key: str) -> tuple[str, ...]:
-    """The tiers that have a complete copy of a group."""
+    """Return the tiers that have a complete copy of a group."""
     return next(group.tiers for group in store.snapshot().groups if group.key == key)
 
 
 def push_out(store: TierStore, *keys: str) -> None:
-    """Fill every faster tier with something else, so that the groups are on disk alone."""
+    """Fill every faster tier with another group, so that these are on disk only."""
     budget = store.stats().budget_bytes["HOST"]
     assert budget is not None
     store.put("filler", pages(0, budget // PAGE), durable=False)
-    # While it is held: once there is room, the store may fetch early what it expects next.
+    # Check under a lease: once there is space, the store may prefetch the expected groups.
     with nullcontext() if store.device.type == "cpu" else store.acquire("filler"):
         for key in keys:
             assert tiers_of(store, key) == ("DISK",), f"{key} is still nearer than the disk"
@@ -103,17 +103,17 @@ def push_out(store: TierStore, *keys: str) -> None:
 
 
 def files_below(directory: Path) -> set[str]:
-    """Every file and directory below a directory, by relative path."""
+    """Return every file and directory below a directory, by relative path."""
     return {str(path.relative_to(directory)) for path in Path(directory).rglob("*")}
 
 
 def memory_held(store: TierStore) -> dict[str, int]:
-    """Bytes of memory that exist now, by tier."""
+    """Return the bytes of memory that exist now, by tier."""
     return {tier.tier.name: tier.arena.bytes_held for tier in memory_tiers(store)}
 
 
 def memory_tiers(store: TierStore) -> list[Any]:
-    """The drivers of the tiers whose copies take memory."""
+    """Return the drivers of the tiers whose copies take memory."""
     return [
         tier
         for tier in (core_of(store).tiers.device, core_of(store).tiers.host)
@@ -122,7 +122,7 @@ def memory_tiers(store: TierStore) -> list[Any]:
 
 
 def assert_sound(store: TierStore) -> None:
-    """Every promise of the planner holds, and memory that exists is within the budgets."""
+    """Check every promise of the planner, and that existing memory is within the budgets."""
     with core_of(store).lock:
         core_of(store).planner.check()
         for driver in memory_tiers(store):
@@ -138,31 +138,31 @@ def assert_at_rest(store: TierStore) -> None:
     """Check that nothing is leased, requested or moving, and the accounting equals the groups."""
     with core_of(store).lock:
         core_of(store).run_deferred()
-    wait_until_idle(store)  # what was discarded may still be on its way to the disk
+    wait_until_idle(store)  # discarded groups may still be on their way to the disk
     assert_sound(store)
     core_of(store).mover.drain()
     planner = core_of(store).planner
     with core_of(store).lock:
-        assert not core_of(store).dirty, "a step was cut short, and nobody has mended it"
-        assert not core_of(store).leases, "a lease is still out"
-        assert not core_of(store).queue._held, "a lease is still out"
-        assert not core_of(store).queue.requests(), "somebody still waits"
-        assert not core_of(store).unpublished, "somebody is still putting"
+        assert not core_of(store).dirty, "a transaction was interrupted and not rebuilt"
+        assert not core_of(store).leases, "a lease is not released"
+        assert not core_of(store).queue._held, "an owner still holds a lease"
+        assert not core_of(store).queue.requests(), "a request is still waiting"
+        assert not core_of(store).unpublished, "a put is still running"
         planner.check()
-        assert not planner.waited_for(), "somebody's request is left"
+        assert not planner.waited_for(), "a request is left"
         assert not planner.leased()
         known = set(core_of(store).current.values())
-        assert planner.groups() == known, "a generation that nobody can reach is still there"
+        assert planner.groups() == known, "an unreachable generation is left"
         assert set(core_of(store).mover._entries) == known
 
 
 def wait_until_idle(store: TierStore) -> None:
-    """Wait until nothing is on its way."""
+    """Wait until nothing is moving."""
     wait_until(lambda: core_of(store).planner.idle(), "it never ends")
 
 
 def wait_until(there: Callable[[], bool], otherwise: str) -> None:
-    """Look until something is so. Fails if it never is."""
+    """Poll until a condition holds. Fails if it never does."""
     ends = time.monotonic() + PATIENCE
     while not there():
         assert time.monotonic() < ends, otherwise
@@ -170,7 +170,7 @@ def wait_until(there: Callable[[], bool], otherwise: str) -> None:
 
 
 def run_threads(targets: list[Callable[[], None]]) -> list[BaseException]:
-    """Run callables at once, each on its own thread. Returns what they raised."""
+    """Run callables at once, each on its own thread. Returns their errors."""
     errors: list[BaseException] = []
 
     def guarded(target: Callable[[], None]) -> Callable[[], None]:
@@ -191,7 +191,7 @@ def run_threads(targets: list[Callable[[], None]]) -> list[BaseException]:
 
 
 def join(thread: threading.Thread, seconds: float = PATIENCE) -> None:
-    """Wait for a thread's end; if it never comes, show where every thread is."""
+    """Join a thread; if it never ends, print the stacks of all threads."""
     thread.join(seconds)
     if thread.is_alive():
         import faulthandler
@@ -201,7 +201,7 @@ def join(thread: threading.Thread, seconds: float = PATIENCE) -> None:
 
 
 def disk_bytes(store: TierStore) -> int:
-    """Bytes that the planner says are on disk."""
+    """Return the bytes that the planner counts on disk."""
     return core_of(store).planner.used[Tier.DISK]
 
 
@@ -211,7 +211,7 @@ def is_root() -> bool:
 
 
 class DeafToChanges:
-    """A planner that takes every lease for one to read: old copies still count after a change."""
+    """A planner that treats every lease as a read: old copies still count after a change."""
 
     def __init__(self, planner: Planner) -> None:
         self._planner = planner
@@ -229,5 +229,5 @@ class DeafToChanges:
 
 
 def make_deaf_to_changes(store: TierStore) -> None:
-    """A fault for controls: see `DeafToChanges`."""
+    """Install a fault for controls: see `DeafToChanges`."""
     core_of(store).planner = cast(Planner, DeafToChanges(core_of(store).planner))

@@ -1,4 +1,4 @@
-"""A store played by one thread at random, with a dict as the model of what it must hold."""
+"""A store that one thread uses at random, with a dict as the model of its content."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Known:
 
 
 class Machine:
-    """Makes one random step at a time; after each, the model and the store must agree."""
+    """Makes one random step at a time; then the model and the store must agree."""
 
     def __init__(self, seed: int, device: str, directory: Path, policy: str) -> None:
         self.random = random.Random(seed)
@@ -77,7 +77,7 @@ class Machine:
         return random_tensor(dtype, nbytes // dtype.itemsize, seed=self.random.getrandbits(30))
 
     def _group(self) -> dict[str, torch.Tensor]:
-        """One to three tensors of any kind, together at most `LARGEST` pages."""
+        """Return one to three tensors of any kind, together at most `LARGEST` pages."""
         tensors = {}
         for i in range(self.random.randint(1, 3)):
             dtype = self.random.choice(list(DTYPES.values()))
@@ -88,7 +88,7 @@ class Machine:
 
     # Playing -----------------------------------------------------------------------------------
 
-    STEPS: ClassVar[dict[str, int]] = {  # how often each, relatively
+    STEPS: ClassVar[dict[str, int]] = {  # relative frequencies
         "put": 12,
         "read": 12,
         "update": 8,
@@ -114,7 +114,7 @@ class Machine:
             assert set(self.store.keys()) == set(self.known)
 
     def finish(self) -> None:
-        """Everything is there, now and in a new store."""
+        """Check that every group is there, in this store and in a new one."""
         self.release_all()
         self.verify()
         self.reopen()
@@ -129,11 +129,11 @@ class Machine:
         return self.random.choice(sorted(self.known))
 
     def _acquire(self, key: str, access: Access) -> Lease | None:
-        """A lease, or None where leases that we hold ourselves stand in its way."""
+        """Acquire a lease, or return None if this thread's own leases prevent it."""
         try:
             return self.store.acquire(key, access)
         except (BudgetError, LeaseError):
-            assert self.leases, f"{key} was refused although nothing is lent"
+            assert self.leases, f"{key} was refused although nothing is leased"
             self.done["refused"] += 1
             self.release_all()
             return None

@@ -68,12 +68,12 @@ class Ticker:
 
 
 async def within_reason(awaitable: Awaitable[T]) -> T:
-    """The result; an error instead of a test that hangs."""
+    """Return the result, or raise instead of hanging."""
     return await asyncio.wait_for(awaitable, PATIENCE)
 
 
 def run(store: TierStore, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine. If it fails, the store is closed: no thread of the loop waits for ever."""
+    """Run a coroutine. If it fails, close the store: no thread of the loop waits forever."""
 
     async def guarded() -> T:
         try:
@@ -86,7 +86,7 @@ def run(store: TierStore, main: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 
 def one_at_a_time(disk_dir: Path, device: str = "cpu") -> TierStore:
-    """A store with two groups, and space for one."""
+    """Open a store with two groups, and space for one."""
     store = open_store(disk_dir, 4 * PAGE, device)
     store.put("held", pages(1, 4))
     store.put("wanted", pages(2, 4))
@@ -333,7 +333,7 @@ def assert_whole(key: int, group: Any) -> None:
 
 
 def test_call_cancelled_on_wakeup_is_cancelled(disk_dir: Path) -> None:
-    """`asyncio.wait_for` of Python 3.11 would go on, and no one would get the error."""
+    """`asyncio.wait_for` of Python 3.11 would continue, and the error would be lost."""
 
     async def cancelled_after(store: TierStore, rounds: int) -> bool:
         lease = store.acquire("a", Access.UPDATE)
@@ -360,7 +360,7 @@ def test_call_cancelled_on_wakeup_is_cancelled(disk_dir: Path) -> None:
 
 
 def test_get_timed_out_leaves_no_obstacle(disk_dir: Path) -> None:
-    """A thread copies for it. That ends at the timeout, and no lease stays."""
+    """A thread copies for it. The wait ends at the timeout, and no lease remains."""
 
     async def main(store: TierStore) -> None:
         stop = threading.Event()
@@ -403,7 +403,7 @@ def test_loop_closed_during_a_call_leaves_no_obstacle(disk_dir: Path) -> None:
 
 
 async def act(store: TierStore, rng: random.Random, tag: int) -> None:
-    """An operation that may be cancelled anywhere."""
+    """Run an operation that may be cancelled anywhere."""
     key = rng.randrange(KEYS)
     name = f"key{key}"
     what = rng.choice(["read", "update", "get", "put", "put", "pair"])
@@ -428,7 +428,7 @@ async def act(store: TierStore, rng: random.Random, tag: int) -> None:
 
 
 async def cancel_at_random(store: TierStore, rng: random.Random) -> list[str]:
-    """Start many tasks, cancel about half of them at any moment; what became of each."""
+    """Start many tasks, cancel about half of them at random moments; return each outcome."""
     outcomes = []
     for number in range(ROUNDS):
         tasks = [

@@ -1,4 +1,4 @@
-"""Bad input and bad luck: a clear error that names numbers and names, and nothing is lost."""
+"""Bad input and failures: a clear error with the names and numbers, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def says(error: pytest.ExceptionInfo[BaseException], *parts: object) -> None:
-    """The message holds all of these."""
+    """Check that the message contains all of these."""
     message = str(error.value)
     for part in parts:
         assert str(part) in message, f"{part!r} is not in {message!r}"
@@ -84,7 +84,7 @@ def test_group_larger_than_the_budget_raises(way: str, device: str, disk_dir: Pa
                 store.put("large", pages(3, 9))
             else:
                 if way != "acquire":
-                    store.prefetch("large")  # a hint: it says nothing
+                    store.prefetch("large")  # a hint: it raises nothing
                 store.get("large")
         assert (error.value.key, error.value.nbytes, error.value.budget) == (
             "large",
@@ -164,7 +164,7 @@ def test_disk_budget_below_stored_bytes_raises(disk_dir: Path) -> None:
     with pytest.raises(BudgetError) as error:
         open_store(disk_dir, disk_budget=7 * PAGE)
     says(error, f"{8 * PAGE:,}", f"{7 * PAGE:,}", "disk_budget", "tierstore-inspect rm")
-    assert threads_of_stores() == threads, "the store that never was left threads behind"
+    assert threads_of_stores() == threads, "the store that failed to open left threads"
     assert not [name for name in open_files().values() if str(disk_dir) in name]
     with open_store(disk_dir, disk_budget=8 * PAGE) as store:
         assert_group(store.get("key3"), pages(3, 2))
@@ -198,7 +198,7 @@ def test_disk_budget_exceeded_by_a_spill_raises(disk_dir: Path) -> None:
     assert "key2" not in store
     assert_group(store.get("key1"), pages(1, 4))
     with pytest.raises(BudgetError):
-        store.get("key0")  # it could only change places with key1, and there is no room for that
+        store.get("key0")  # could only be swapped with key1, which needs more space
     store.discard("key1")
     assert_group(store.get("key0"), pages(0, 4))
     assert store.stats().bytes_read > 0
@@ -318,7 +318,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 LAYERS = 8
-"""Enough that read-ahead after the first one never reaches the last."""
+"""Large enough that read-ahead after the first one never reaches the last."""
 
 
 def layers(first: int) -> dict[str, torch.Tensor]:
@@ -384,7 +384,7 @@ def test_checkpoint_changed_after_registration_raises(
             assert (error.value.path, error.value.key) == (str(checkpoint), last)
             says(error, checkpoint)
         if opened:
-            assert_group(store.get("m/layer0"), pages(0, 4))  # what is in memory was right
+            assert_group(store.get("m/layer0"), pages(0, 4))  # the copy in memory is still right
         assert_group(store.get("other"), pages(5))
         assert_at_rest(store)
 
@@ -459,7 +459,7 @@ def test_changed_checkpoint_can_be_registered_again(
 
 
 def test_bit_flip_under_verify_always_raises(checkpoint: Path, disk_dir: Path) -> None:
-    """No stamp changes when a disk rots. The first read is believed, the second must equal it."""
+    """A decaying disk changes no stamp. The first read is trusted; the second must equal it."""
     with open_store(disk_dir, verify="always") as store:
         store.register_checkpoint(checkpoint, "m/")
         assert_group(store.get("m/b"), pages(2, 3))
@@ -614,7 +614,7 @@ def run_quietly(*command: str | Path) -> bool:
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Callable[..., None]]:
-    """Mounts for this test. Skips it where they cannot be made."""
+    """Mount file systems for this test. Skips it where that is not possible."""
     if not is_root() or shutil.which("mount") is None:
         pytest.skip("only root can mount a file system")
     mounts: list[Path] = []
@@ -768,7 +768,7 @@ def test_spill_space_yields_to_durable_groups(kept: bool, small_disk: Path) -> N
         store.flush()
         assert_group(store.get("key"), pages(2, 400))
     else:
-        # The control: with nothing to give up, the disk is full.
+        # The control: with nothing to evict, the disk is full.
         with (
             system_call("ftruncate", fails_with=errno.EIO) as refused,
             pytest.raises(DiskFullError),
@@ -841,7 +841,7 @@ def test_flipped_bit_without_checksums_is_unnoticed(disk_dir: Path) -> None:
     ("verify", "noticed"), [("first", True), ("always", True), ("never", False)]
 )
 def test_reread_is_checked_as_configured(verify: str, noticed: bool, disk_dir: Path) -> None:
-    """A file that was changed since is not the one that was checked first."""
+    """A file that was changed afterwards is not the one that was checked first."""
     two_objects(disk_dir)
     with open_store(disk_dir, verify=verify) as store:
         assert_group(store.get("damaged"), pages(1, 2))
@@ -904,7 +904,7 @@ def test_second_process_on_one_directory_raises(disk_dir: Path) -> None:
         assert_group(store.get("key"), pages(1))
 
 
-@pytest.mark.full("a process of its own; below, a second store opens what the first one closed")
+@pytest.mark.full("a separate process; below, a second store opens the directory of the first")
 def test_second_process_after_the_first_opens(disk_dir: Path) -> None:
     open_store(disk_dir).close()
     assert output_of("-c", SECOND, disk_dir) == "opened\n"
@@ -1178,7 +1178,7 @@ def test_lease_used_after_release_raises(disk_dir: Path) -> None:
 def lose(store: TierStore, key: str, access: Access) -> None:
     with pytest.warns(ResourceWarning, match=f"'{key}'"):
         lease = store.acquire(key, access)
-        assert lease.tensors  # else it may have been lost on its way to us
+        assert lease.tensors  # otherwise it may be lost before it reaches this function
         del lease
         gc.collect()
 
@@ -1205,7 +1205,7 @@ def test_lost_lease_frees_space_for_a_waiter(disk_dir: Path) -> None:
     waiting = threading.Thread(target=lambda: found.append(store.get("c")), daemon=True)
     waiting.start()
     wait_until(lambda: bool(core_of(store).queue.requests()), "nobody waits")
-    assert all(lease.tensors for lease in leases)  # else it may have been lost on its way to us
+    assert all(lease.tensors for lease in leases)  # else it may be lost before it arrives
     with pytest.warns(ResourceWarning):
         leases.clear()
         gc.collect()
@@ -1225,7 +1225,7 @@ def test_lost_lease_in_a_cycle_blocks_no_other_call(device: str, disk_dir: Path)
     gc.disable()
     try:
         cycle: list[Any] = [store.acquire("a"), store.acquire("b")]
-        assert all(lease.tensors for lease in cycle)  # else they may have been lost on their way
+        assert all(lease.tensors for lease in cycle)  # else they may be lost before they arrive
         with pytest.raises(BudgetError):
             store.get("c")
         cycle.append(cycle)

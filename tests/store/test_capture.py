@@ -1,4 +1,4 @@
-"""Graphs of device work: a store cannot be part of one, and says so before anything is done."""
+"""Graphs of device work: a store cannot be part of one, and raises before it does anything."""
 
 from __future__ import annotations
 

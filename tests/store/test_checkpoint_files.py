@@ -42,7 +42,7 @@ both = pytest.mark.parametrize("read", [read_at_once, read_by_awaiting])
 
 
 def saved(path: Path, *names: str, metadata: Mapping[str, str] | None = None) -> Path:
-    """A file that holds a tensor of its own numbers under each name."""
+    """Write a file with a tensor of distinct numbers under each name."""
     tensors = {name: np.full((2, 3), place, np.float32) for place, name in enumerate(names)}
     save_file(tensors, path, metadata=dict(metadata) if metadata else None)
     return path

@@ -1,4 +1,4 @@
-"""A store of which nothing is said: where its files are, what its budgets come to, what it logs."""
+"""A store opened without options: the place of its files, its budgets, and its log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's cache directory, and no other default."""
+    """Point to the user's cache directory, and remove all other defaults."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("TIERSTORE_DIR", raising=False)
     return tmp_path / "cache"

@@ -41,7 +41,7 @@ COPY = HostToDevice.copy.__qualname__
 
 
 def in_ram(disk_dir: Path, count: int = 4, size: int = 1, **options: Any) -> TierStore:
-    """A store whose groups `g0`, `g1`, ... of so many pages are in RAM, and not on the device."""
+    """Open a store whose groups `g0`, `g1`, ... of this many pages are in RAM only."""
     store = open_store(disk_dir, ram=2 * count * size * PAGE, device=ACCELERATOR, **options)
     for number in range(count):
         store.put(f"g{number}", pages(number, size), durable=False)
@@ -56,7 +56,7 @@ class Work:
 
     @property
     def threads_of_copies(self) -> list[str]:
-        """The names of the threads that queue them."""
+        """Return the names of the threads that queue copies."""
         return [thread for name, thread in self.calls if name == COPY]
 
     @property
@@ -75,10 +75,10 @@ def work() -> Iterator[Work]:
 def test_acquire_from_ram_queues_the_copy_on_its_thread(work: Work, disk_dir: Path) -> None:
     here = threading.current_thread().name
     with in_ram(disk_dir, device_budget=2 * PAGE) as store:
-        for number in (0, 1, 2, 3, 0):  # two of them make others leave the device
+        for number in (0, 1, 2, 3, 0):  # two of them evict others from the device
             before = work.handed_on
             with store.acquire(f"g{number}") as lease:
-                assert work.handed_on == before, "another thread had to do something"
+                assert work.handed_on == before, "another thread was needed"
                 assert_same(lease.tensor.cpu(), pages(number))
         assert store.stats().bytes_onloaded >= 5 * PAGE
         assert store.stats().misses >= 3
@@ -145,7 +145,7 @@ def test_copy_that_cannot_be_queued_raises_and_leaves_nothing(disk_dir: Path) ->
             store.acquire("g1")
         assert raised.value.key == "g1"
         assert_at_rest(store)
-        with store.acquire("g1"), store.acquire("g2") as lease:  # all room is there
+        with store.acquire("g1"), store.acquire("g2") as lease:  # all space is free
             assert_same(lease.tensor.cpu(), pages(2))
 
 
@@ -156,7 +156,7 @@ STRIDE = by_lane(47, 13, 1)
 
 
 def misses(store: TierStore, patience: float, stride: int = STRIDE) -> Iterator[Interrupter]:
-    """Interrupt acquires that have a group make room for another, at every so many instructions."""
+    """Interrupt acquires that evict another group, at every `stride`-th instruction."""
     turn = 0
     while True:
         key = f"g{turn % 4}"
@@ -210,11 +210,11 @@ def test_copy_interrupted_while_queued_keeps_consistency(disk_dir: Path) -> None
 def test_copy_interrupted_without_rebuild_is_inconsistent(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: the books of the device's memory are not made anew."""
+    """The control: the accounting of device memory is not rebuilt."""
     monkeypatch.setattr(DeviceTier, "rebuild", lambda *arguments: None)
     store = two_of_four(disk_dir)
     found = []
-    # Which instructions there are depends on Python: with larger strides, 3.13 is missed by chance.
+    # Instructions depend on the Python version: with larger strides, 3.13 would escape by chance.
     for interrupter in misses(store, 1.0, min(STRIDE, 13)):
         try:
             stat_item(store, 1.0)
@@ -241,7 +241,7 @@ def link_speed(pretend: Any) -> Iterator[Callable[[float], None]]:
 def test_planner_assumes_the_links_speed(
     link_speed: Callable[[float], None], runs_ahead: bool, disk_dir: Path
 ) -> None:
-    speed = 50e6  # a copy takes 20 ms: that this process has to wait for a core is little
+    speed = 50e6  # a copy takes 20 ms, long against a wait for a core
     link_speed(speed)
     count, size = 6, MIB // PAGE
     with in_ram(disk_dir, count, size, device_budget=3 * MIB) as store:
@@ -253,7 +253,7 @@ def test_planner_assumes_the_links_speed(
             if turn < 2:
                 torch.accelerator.synchronize(store.device)
         torch.accelerator.synchronize(store.device)
-        store.acquire("g0").release()  # what the device has done is looked at in steps
+        store.acquire("g0").release()  # a step polls the device's finished work
         believed = core_of(store).planner.bandwidth(Tier.HOST, Tier.DEVICE)
         assert store.stats().bytes_onloaded >= count * MIB
     assert believed == pytest.approx(speed, rel=0.1)
@@ -299,7 +299,7 @@ def test_events_block_without_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_accelerator
 def test_thread_evicting_for_itself_keeps_others_correct(disk_dir: Path) -> None:
-    """Many at once queue copies, in less memory than all of them need."""
+    """Many threads queue copies, in less memory than all of them need."""
     errors: list[BaseException] = []
     with in_ram(disk_dir, 8, device_budget=3 * PAGE) as store:
 

@@ -22,7 +22,7 @@ def test_directory_that_cannot_be_created_raises() -> None:
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A home directory that is a link to another disk, in a working directory of its own."""
+    """A home directory that links to another disk, in a separate working directory."""
     (tmp_path / "disk").mkdir()
     (tmp_path / "cwd").mkdir()
     (tmp_path / "home").symlink_to(tmp_path / "disk")
@@ -31,7 +31,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.delenv("TIERSTORE_DIR", raising=False)
     monkeypatch.chdir(tmp_path / "cwd")
     yield tmp_path / "disk"
-    assert not os.listdir(tmp_path / "cwd"), "no directory called ~"
+    assert not os.listdir(tmp_path / "cwd"), "a directory named ~ was made"
 
 
 def store_in(path: str | os.PathLike[str] | None) -> None:
@@ -85,7 +85,7 @@ def test_disk_dir_dangling_link_raises(below: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["objects", "tmp"])
 def test_link_inside_store_raises(name: str, tmp_path: Path) -> None:
-    """The control: what lies in a store is never reached through a link."""
+    """The control: files inside a store are never reached through a link."""
     (tmp_path / "others").mkdir()
     (tmp_path / "store").mkdir(mode=0o700)
     (tmp_path / "store" / name).symlink_to("../others")

@@ -30,14 +30,14 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def made(dtype: torch.dtype) -> torch.Tensor:
-    """A tensor whose bytes are all different, as far as the dtype allows."""
+    """Return a tensor whose bytes are all different, as far as the dtype allows."""
     nbytes = math.prod(SHAPE) * dtype.itemsize
     data = torch.arange(nbytes, dtype=torch.int64) % (2 if dtype is torch.bool else 251)
     return data.to(torch.uint8).view(dtype).reshape(SHAPE)
 
 
 def known_to_safetensors() -> set[str]:
-    """The names that it says it expects, when it is given another."""
+    """Return the names that safetensors lists in its error for an unknown dtype."""
     try:
         safetensors.deserialize(file_of("NONE", [1], 1))
     except safetensors.SafetensorError as error:
@@ -120,7 +120,7 @@ def test_dtype_unknown_to_torch_is_named(what: str, tmp_path: Path) -> None:
         ):
             with pytest.raises(TierStoreError, match=f"{dtype}.*not supported: convert") as error:
                 way()
-            assert not isinstance(error.value, InvalidHeaderError), "it is whole"
+            assert not isinstance(error.value, InvalidHeaderError), "the header is valid"
             assert str(path) in str(error.value)
     for command in ("plan", "ls"):
         done = CliRunner().invoke(inspector, [command, str(path)])

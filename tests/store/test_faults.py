@@ -1,4 +1,4 @@
-"""Devices and disks that fail: the error reaches who needs it, and the store goes on."""
+"""Devices and disks that fail: the error reaches its caller, and the store continues to work."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_write_failure_loses_neither_old_nor_new(call: str, number: int, disk_di
 
 
 def test_file_with_failed_fsync_is_never_trusted(disk_dir: Path) -> None:
-    """A second fsync of the same file would succeed, and the data would be gone."""
+    """A second fsync of the same file would succeed, although the data is lost."""
     store = open_store(disk_dir)
     before = files_below(disk_dir / "objects")
     store.put("key", pages(1))
@@ -159,9 +159,9 @@ def quarrelling(room: WaitQueue) -> list[Request]:
 
 
 def quarrel(kind: type[WaitQueue]) -> list[str]:
-    """Two holders wait for each other. A third, who holds nothing, is the last to look.
+    """Let two holders wait for each other; a third caller, without leases, retries last.
 
-    Returns what those asked for who were refused.
+    Returns the keys of the refused requests.
     """
     idle = threading.Event()
     refused: list[str] = []
@@ -178,12 +178,12 @@ def quarrel(kind: type[WaitQueue]) -> list[str]:
                 room.enqueue_request(request)
 
     all_look()
-    assert refused == []  # something is still on its way
+    assert refused == []  # a copy is still moving
     idle.set()
     room.notify_change()
     assert all(request.wakeup.wait(0) for request in requests)
     all_look()
-    if not refused:  # then somebody was woken to be refused
+    if not refused:  # then one was woken to be refused
         assert any(request.wakeup.wait(0) for request in requests)
         all_look()
     return refused
@@ -217,14 +217,14 @@ def test_blocked_wakeup_reaches_holders_last() -> None:
     ready.clear()
     idle.set()
     room.notify_change()
-    assert woken() == ["b", "a"]  # who hold something
+    assert woken() == ["b", "a"]  # the holders
     assert refused == []
     room.enqueue_request(requests[1])
     assert refused == ["a"]
 
 
 def test_last_blocked_caller_is_the_one_refused() -> None:
-    """The control: without the look at who holds something."""
+    """The control: without the check for leases held."""
 
     class Blunt(WaitQueue):
         def enqueue_request(self, request: Request) -> None:

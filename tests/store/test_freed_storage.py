@@ -1,4 +1,4 @@
-"""Tensors whose memory was freed, or that never had any: refused, and left as they were."""
+"""Tensors whose memory was freed, or never existed: they raise, and stay unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`keep`: a group that should stay in memory."""
+"""`keep`: a hint that a group should stay in memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def filled(store: TierStore) -> list[str]:
 
 
 def reads_of(store: TierStore, key: str) -> int:
-    """The bytes that one use of a group makes the store read."""
+    """Return the bytes that one use of a group makes the store read."""
     before = store.stats().bytes_read
     with store.acquire(key) as lease:
         assert lease.tensor[0].item() == int(key.removeprefix("group/"))

@@ -24,7 +24,7 @@ RAM = 8 * PAGE
 
 
 def stack() -> dict[str, torch.Tensor]:
-    """A tensor twice as large as RAM, and one whose size is no multiple of anything."""
+    """Return a tensor twice as large as RAM, and one with an unaligned size."""
     return {
         "stack": torch.cat([pages(i) for i in range(2 * RAM // PAGE)]),
         "bias": torch.arange(77.0),

@@ -1,4 +1,4 @@
-"""A lease is not copied: a copy would give it back when it goes, while its tensors are in use."""
+"""A lease cannot be copied: a dropped copy would release it while its tensors are in use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An ordinary run logs each thing once, and nothing per step."""
+"""An ordinary run logs each event once, and nothing per step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tierstore import (
 
 
 def logged(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[tuple[str, str]]:
-    """The loggers and messages of at least this level."""
+    """Return the loggers and messages of at least this level."""
     return [(r.name, r.getMessage()) for r in caplog.records if r.levelno >= level]
 
 
@@ -119,7 +119,7 @@ def test_debug_level_logs_each_move(disk_dir: Path, caplog: pytest.LogCaptureFix
 
 
 def test_package_leaves_logging_configuration_alone() -> None:
-    """No handler and no level: what is a warning is seen, the rest is the program's to ask for."""
+    """No handler and no level are set: warnings are visible, the program may enable the rest."""
     changes = re.compile(r"\b(basicConfig|addHandler|setLevel|NullHandler|captureWarnings)\b")
     package = Path(tierstore.__file__).parent
     found = {

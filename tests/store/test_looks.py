@@ -32,7 +32,7 @@ every_look = pytest.mark.parametrize("look", STORE_LOOKS.values(), ids=STORE_LOO
 
 
 def used(store: TierStore) -> None:
-    """Have something read and something written."""
+    """Write and read a few groups."""
     for i in range(4):
         store.put(f"key{i}", pages(i, 4))
     store.flush()
@@ -41,7 +41,7 @@ def used(store: TierStore) -> None:
 
 
 def at_once(look: Callable[[], str]) -> str | None:
-    """Return its repr; None if it takes seconds."""
+    """Return the repr, or None if it takes seconds."""
     shown: list[str] = []
     thread = threading.Thread(target=lambda: shown.append(look()), daemon=True)
     thread.start()
@@ -85,7 +85,7 @@ def test_repr_of_a_closed_store_says_closed(look: Callable[[Any], str], disk_dir
     shown = look(store)
     assert "closed" in shown
     assert f"{count(before.hits, 'hit')}, " in shown
-    assert "32.0 KiB" not in shown  # its memory was given back
+    assert "32.0 KiB" not in shown  # its memory was returned
 
 
 @every_look
@@ -99,7 +99,7 @@ def test_repr_while_another_thread_holds_the_lock_returns(
             waiting = threading.Thread(target=store.keys)
             waiting.start()
             waiting.join(0.2)
-            assert waiting.is_alive()  # what takes the lock does wait
+            assert waiting.is_alive()  # the control: a call that takes the lock waits
         waiting.join()
         assert shown is not None
         assert "4 groups" in shown
@@ -110,7 +110,7 @@ def test_repr_within_a_transaction_changes_nothing(disk_dir: Path) -> None:
         used(store)
         core = core_of(store)
         with core.lock:
-            core.dirty = True  # the next transaction will begin anew
+            core.dirty = True  # the next transaction rebuilds the state
             planner = core.planner
             for look in STORE_LOOKS.values():
                 assert "4 groups" in look(store)

@@ -1,4 +1,4 @@
-"""Opening a directory of very many groups: how much is done for each of them, counted in calls."""
+"""Opening a directory of very many groups: the work for each of them, counted in calls."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FEW, MANY = 20, 80
 MOST_CALLS = 125
 """Python calls per group.
 
-On the usual machine, 100,000 groups then take some 6 seconds.
+On the usual machine, 100,000 groups then take about 6 seconds.
 """
 
 
 def python_calls(place: Path) -> int:
-    """Calls of Python functions on this thread while a store is opened."""
+    """Count the calls of Python functions on this thread while a store is opened."""
     count = 0
 
     def note(frame: FrameType, event: str, _: object) -> None:

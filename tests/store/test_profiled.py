@@ -28,7 +28,7 @@ from tierstore.observe.ranges import ranged
 
 
 def away(store: TierStore, count: int) -> list[str]:
-    """So many groups that are on disk only."""
+    """Put this many groups on disk only, and return their keys."""
     keys = [f"layer/{i}" for i in range(count)]
     for i, key in enumerate(keys):
         store.put(key, pages(i, 2))
@@ -39,7 +39,7 @@ def away(store: TierStore, count: int) -> list[str]:
 
 
 def ranges(profiler: profile) -> Counter[str]:
-    """Return how often a profiler saw each range of ours."""
+    """Return how often a profiler saw each of the store's ranges."""
     names = (event.name for event in profiler.events())
     return Counter(name for name in names if name.startswith("tierstore: "))
 

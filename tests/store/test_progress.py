@@ -1,4 +1,4 @@
-"""Bars: on a terminal, and only for what takes long."""
+"""Progress bars: on a terminal, and only for slow work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tierstore import OffloadModel, export_safetensors, progress
 
 
 class Terminal(io.StringIO):
-    """Text that says it is shown to somebody."""
+    """A text stream that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
@@ -26,7 +26,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bars that do not wait to see whether it takes long."""
+    """Draw bars at once, without waiting to see whether the work is slow."""
     monkeypatch.setattr(progress, "DELAY_SECONDS", 0.0)
 
 
@@ -34,7 +34,7 @@ def test_progress_yields_the_items_in_order() -> None:
     terminal = Terminal()
     with redirect_stderr(terminal):
         assert list(progress.bar(range(5), "Counting", "groups")) == list(range(5))
-    assert terminal.getvalue() == "", "it was quick"
+    assert terminal.getvalue() == "", "the work was quick"
 
 
 def test_progress_of_long_work_is_shown(at_once: None) -> None:
@@ -73,7 +73,7 @@ def test_progress_of_two_bars_draws_the_first(at_once: None) -> None:
     assert not [line for line in lines if "Downloading" in line and "Reading" in line]
     with redirect_stderr(terminal):
         list(progress.bar(range(2), "Once more", "files"))
-    assert "Once more" in terminal.getvalue(), "the screen was not given back"
+    assert "Once more" in terminal.getvalue(), "the screen was not restored"
 
 
 def test_progress_loop_left_early_restores_the_screen(at_once: None) -> None:
@@ -122,7 +122,7 @@ def test_progress_bar_keeps_to_one_line(
     with redirect_stderr(terminal), progress.byte_bar(doing, 123 << 30) as advance:
         advance(122 << 30)
         advance(1 << 30)
-    # Each picture takes the place of the one before: lines end only once, and that one is erased.
+    # Each drawing replaces the previous one: only one line ends, and that one is erased.
     assert terminal.getvalue().count("\n") == 1
     assert "123.0/123.0 GiB" in terminal.getvalue()
 
@@ -168,4 +168,4 @@ def test_training_and_export_show_progress(tmp_path: Path, at_once: None) -> Non
         model.disable()
     for doing in ("Storing parameters", "Exporting to", "Restoring parameters"):
         assert doing in shown.getvalue()
-    assert "16.2/16.2 KiB" in shown.getvalue(), "all of it was told of"
+    assert "16.2/16.2 KiB" in shown.getvalue(), "not all bytes were reported"

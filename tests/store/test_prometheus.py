@@ -1,4 +1,4 @@
-"""Prometheus gets the store's own figures."""
+"""Prometheus gets the store's own numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tierstore.prometheus import StoreCollector
 
 @pytest.fixture
 def registry() -> CollectorRegistry:
-    """One that looks at a collector when it is registered, as the usual one does."""
+    """A registry that collects at registration, as the usual one does."""
     return CollectorRegistry(auto_describe=True)
 
 
@@ -68,4 +68,4 @@ def test_metrics_of_several_stores_share_families(
     del stores["one"]
     text = generate_latest(registry).decode()
     assert 'store="one"' not in text
-    assert 'store="other"' in text, "a closed store tells its last numbers"
+    assert 'store="other"' in text, "a closed store reports its last numbers"

@@ -1,4 +1,4 @@
-"""Values come back as they were put.
+"""Values are returned as they were put.
 
 Any dtype, shape, stride and tie, from every tier and in a new store.
 """
@@ -467,7 +467,7 @@ def test_ephemeral_group_leaves_no_file(device: str, disk_dir: Path) -> None:
     nothing = files_below(disk_dir)
     store.put("fleeting", pages(5, 3), durable=False)
     push_out(store, "fleeting")
-    assert store.stats().bytes_written >= 3 * PAGE, "nothing was spilled, so nothing is shown"
+    assert store.stats().bytes_written >= 3 * PAGE, "nothing was spilled: this proves nothing"
     assert files_below(disk_dir) == nothing
     assert_group(store.get("fleeting"), pages(5, 3))
     assert store.stats().bytes_read >= 3 * PAGE
@@ -495,7 +495,7 @@ def test_group_made_ephemeral_is_gone_after_reopening(disk_dir: Path) -> None:
     store.put("key", pages(2), durable=False)
     assert_group(store.get("key"), pages(2))
     store = reopen(store)
-    # Only a value that was promised to be durable, and never a damaged one.
+    # Only an acknowledged value, and never a damaged one.
     if "key" in store:
         assert_group(store.get("key"), pages(1))
     store.close()
@@ -626,7 +626,7 @@ def test_device_update_is_read_back(disk_dir: Path) -> None:
         push_out(store, "key")
         assert_group(store.get("key"), pages(step))
     stats = store.stats()
-    assert stats.bytes_offloaded == 3 * PAGE, "only what was changed goes back"
+    assert stats.bytes_offloaded == 3 * PAGE, "only changed groups are offloaded"
     assert stats.bytes_read >= 3 * PAGE
     store = reopen(store)
     assert_group(store.get("key"), pages(4))
@@ -636,7 +636,7 @@ def test_device_update_is_read_back(disk_dir: Path) -> None:
 @pytest.mark.pretend_only("late")
 @pytest.mark.parametrize("change", ["queued", "none"])
 def test_queued_update_is_saved(change: str, late_pretend: Any, disk_dir: Path) -> None:
-    """The way back to the host waits for the way there, and for the last user's stream."""
+    """The offload waits for the onload, and for the last user's stream."""
     store = open_store(disk_dir, device=ACCELERATOR)
     store.put("key", pages(1))
     source = pages(2).pin_memory()

@@ -1,4 +1,4 @@
-"""Reading a trace: all that a store wrote, and nothing that is not whole."""
+"""Reading a trace: everything that a store wrote, and nothing incomplete."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_trace_written_is_read_back(written: Document, tmp_path: Path) -> None:
 
 
 def _set(*place: Any) -> Callable[[Document], None]:
-    """Puts the last value at the place that the others lead to."""
+    """Set the last value at the path that the others lead to."""
 
     def change(document: Document) -> None:
         at: Any = document
@@ -132,7 +132,7 @@ DAMAGE = {
 def test_damaged_trace_raises(damage: str, written: Document, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     path.write_text(json.dumps(written))
-    read_trace(path)  # it is sound before
+    read_trace(path)  # valid before the change
     document = copy.deepcopy(written)
     DAMAGE[damage](document)
     path.write_text(json.dumps(document))

@@ -57,7 +57,7 @@ def test_shape_no_file_may_have_raises(tensor: torch.Tensor, disk_dir: Path) -> 
 
 
 def test_changed_checkpoint_group_without_header_raises(tmp_path: Path, disk_dir: Path) -> None:
-    """It is not lost: the checkpoint's own is there as before."""
+    """It is not lost: the checkpoint's own group is there as before."""
     tensors = many(10, MAX_HEADER_BYTES // 20)  # that file has each name only once
     save_file(tensors, tmp_path / "c.safetensors")
     store = open_store(disk_dir, "4MiB")
@@ -148,7 +148,7 @@ def test_discard_never_blocks_an_event_loop(
     disk_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main(store: TierStore, gate: Gate) -> None:
-        store.discard("a")  # would wait for itself here
+        store.discard("a")  # would deadlock here
         assert "a" not in store
         flushing = asyncio.create_task(asyncio.to_thread(store.flush))
         assert await asyncio.to_thread(gate.reached.wait, PATIENCE)
@@ -166,7 +166,7 @@ def test_discard_never_blocks_an_event_loop(
         assert not store.keys()
 
 
-# --- names of the store's own ---------------------------------------------------------------------
+# --- reserved names -------------------------------------------------------------------------------
 
 
 def test_reserved_activation_keys_cannot_be_put(disk_dir: Path) -> None:
@@ -234,9 +234,9 @@ print("done")
 """
 
 
-@pytest.mark.full("a process of its own for each limit", keep=["files"])
+@pytest.mark.full("a separate process for each limit", keep=["files"])
 @pytest.mark.parametrize("limit", ["files", "addresses"])
 def test_process_limits_leave_space_for_required_files(limit: str, disk_dir: Path) -> None:
-    """Not for what is reserved in advance: 64 MiB of a spill file, eight times the addresses."""
+    """The limits exclude the usual reservations: a spill file of 64 MiB, eightfold addresses."""
     done = run_python("-c", LIMITED, limit, disk_dir, timeout=120)
     assert done.stdout == "done\n", done.stderr[-2000:]

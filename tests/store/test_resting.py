@@ -151,10 +151,10 @@ def test_resting_lease_recalled_serves_a_waiter_at_once(device: str, disk_dir: P
 
         thread = threading.Thread(target=both)
         thread.start()
-        assert got.wait(PATIENCE), "the room of what rests was there"
+        assert got.wait(PATIENCE), "the space of the resting lease was not used"
         while not core_of(store).queue.has_waiters():
             assert thread.is_alive()
-        assert not make_revocable(used), "somebody waits"
+        assert not make_revocable(used), "a request waits"
         assert not resume(idle)
         used.release()
         thread.join(PATIENCE)
@@ -179,7 +179,7 @@ def test_resting_is_for_read_leases_only(device: str, disk_dir: Path) -> None:
     with half_full(disk_dir, device) as store:
         with store.acquire("g0", Access.UPDATE) as lease:
             assert not make_revocable(lease)
-        assert not make_revocable(lease), "it is released"
+        assert not make_revocable(lease), "the lease is released"
         with mutable(store).lease_in_host("g0", HostAccess.READ) as held:
             assert not make_revocable(held)
         late = store.acquire("g1")

@@ -1,4 +1,4 @@
-"""From what a user writes to what the store works with."""
+"""User settings, and the values that the store derives from them."""
 
 from __future__ import annotations
 

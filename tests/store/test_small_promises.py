@@ -328,7 +328,7 @@ def test_flush_in_progress_completes_during_close(disk_dir: Path) -> None:
 
 
 def test_unobserved_lease_is_reclaimed_silently(disk_dir: Path) -> None:
-    """It was lost on its way to the caller, as in an interrupt."""
+    """It was lost before it reached the caller, as in an interrupt."""
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         with warnings.catch_warnings(record=True) as said:
@@ -371,7 +371,7 @@ def test_abandoned_lease_is_closed(disk_dir: Path) -> None:
     with open_store(disk_dir) as store:
         store.put("key", pages(1))
         lease = store.acquire("key")
-        assert lease.abandon(), "it had not been given back"
+        assert lease.abandon(), "it had been released before"
         assert lease.released
         with pytest.raises(LeaseError):
             _ = lease.tensors

@@ -51,7 +51,7 @@ ROUNDS = 20
 
 
 def several(seed: int = 0) -> dict[str, torch.Tensor]:
-    """A matrix of a transposed layout, a scalar, half precision, no elements, and a tied pair."""
+    """Return a transposed matrix, a scalar, half precision, no elements, and a tied pair."""
     random = torch.Generator().manual_seed(seed)
     matrix = torch.randn(48, 40, generator=random)
     tied = torch.randn(700, generator=random)
@@ -320,7 +320,7 @@ def test_state_host_leases_are_exclusive(device: str, disk_dir: Path) -> None:
 
 @needs_accelerator
 def test_state_is_read_on_the_device_while_host_leased(disk_dir: Path) -> None:
-    """By who knows that it does not change meanwhile. What comes after is what was changed."""
+    """The caller knows that it does not change meanwhile. Later reads see later changes."""
     with open_store(disk_dir, device=ACCELERATOR) as store:
         shown = settled(store, "key", {"a": pages(1)})
         kept = mutable(store).lease_in_host("key", HostAccess.PERMANENT)
@@ -352,7 +352,7 @@ def test_state_held_permanently_stays_in_place(device: str, disk_dir: Path) -> N
             store.put(f"other {number}", pages(number, 3), durable=False)
             assert (store.get(f"other {number // 2}") == number // 2).all()
             assert "HOST" in tiers_of(store, "kept")
-        assert store.stats().bytes_written >= (ROUNDS - 2) * 3 * PAGE, "there was room for all"
+        assert store.stats().bytes_written >= (ROUNDS - 2) * 3 * PAGE, "everything fitted in RAM"
         assert kept.tensors["a"].data_ptr() == address
         assert (kept.tensors["a"] == 7).all()
         assert_sound(store)
@@ -378,7 +378,7 @@ def test_state_held_permanently_blocks_with_an_error(how: str, device: str, disk
             ask(store)
         assert error.value.nbytes == 6 * PAGE
         assert (kept.tensors["a"] == 1).all()
-        mutable(store).create("small", {"a": pages(3, 4)})  # what fits beside it still does
+        mutable(store).create("small", {"a": pages(3, 4)})  # smaller groups still fit
         kept.release()
         ask(store)
         assert_sound(store)
@@ -513,7 +513,7 @@ def test_state_lost_lease_is_reclaimed(device: str, disk_dir: Path) -> None:
             del lease
             gc.collect()
             assert (held_values(store, "key", HostAccess.UPDATE)["a"] == 5).all()
-        mutable(store).create("other", {"a": pages(2, 6)})  # nor is its space held
+        mutable(store).create("other", {"a": pages(2, 6)})  # its space is free, too
         assert_sound(store)
 
 
@@ -554,7 +554,7 @@ def test_state_arriving_during_flush_is_ignored(device: str, disk_dir: Path) -> 
             found.append(store.get("key"))
 
         thread = start_thread(work)
-        wait_for_a_request(store)  # of who puts it away, or of who gets it
+        wait_for_a_request(store)  # to move it to disk, or to get it
         gate.open()
         join(thread)
         assert (found[0]["a"] == 2).all()
@@ -567,7 +567,7 @@ def test_state_arrival_can_be_awaited_without_demand(
     """Until then it takes space. Resident and unknown groups are not waited for."""
     last_hop = DiskToHost if device == "cpu" else HostToDevice
     memory = nullcontext() if device == "cpu" else pageable()
-    with memory, open_store(disk_dir, device=device) as store:  # who queues copies is the store's
+    with memory, open_store(disk_dir, device=device) as store:  # the store's threads queue copies
         for key in ("there", "away", "coming"):
             settled(store, key, {"a": pages(1)})
         with store.acquire("there"):

@@ -37,9 +37,9 @@ def test_store_behaves_like_a_dict(policy: str, device: str, tmp_path: Path) -> 
     if device != "cpu":
         assert done["bytes_onloaded"] > SEEDS * DEVICE_PAGES * PAGE
         assert done["bytes_offloaded"] > 0
-        assert counted("stale_copies") == 0, "a copy ran into memory that was given back"
+        assert counted("stale_copies") == 0, "a copy used memory that was freed"
     assert all(done[step] > SEEDS for step in Machine.STEPS)
-    assert done["refused"], "no history ran into its own leases"
+    assert done["refused"], "no history was blocked by its own leases"
 
 
 @pytest.mark.pretend_only("counts")
@@ -88,8 +88,8 @@ def test_lost_update_would_be_counted(tmp_path: Path) -> None:
     crowd = Crowd(1, "cpu", tmp_path / "store")
     crowd.exclusive = False
     crowd.run()
-    # The count, a checksum taken while somebody wrote, or a half-written group in somebody's
-    # hands: each shows that the changers met.
+    # The count, a checksum taken during a write, or a leased group that is half written: each
+    # shows that two changers ran at once.
     lost = r"updates were lost|is not what was written|counter is a mix of"
     with pytest.raises(AssertionError, match=lost):
         crowd.finish()

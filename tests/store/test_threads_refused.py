@@ -1,4 +1,4 @@
-"""A system that starts no more threads: the store says so, and those that did start have ended."""
+"""A system that starts no more threads: opening raises, and the threads that started end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def threads_of_stores() -> set[threading.Thread]:
 
 @contextmanager
 def refused_start(number: int) -> Iterator[list[threading.Thread]]:
-    """The start of the thread of this number fails. Gives those that were started."""
+    """Fail the start of the thread of this number. Yields those that were started."""
     started: list[threading.Thread] = []
     start = threading.Thread.start
 

@@ -84,7 +84,7 @@ def test_trace_holds_all_that_a_replay_needs(disk_dir: Path, tmp_path: Path) -> 
     assert recorded.device == "cpu"
     assert recorded.dropped == 0
     assert recorded.stats == stats.as_dict()
-    # Speed is bytes over the time in which any were moved.
+    # Speed is bytes moved divided by the time spent moving them.
     assert recorded.bandwidth.keys() == {"DISK>HOST", "HOST>DISK"}
     assert recorded.bandwidth["DISK>HOST"] == pytest.approx(
         stats.bytes_read / stats.busy_seconds["DISK>HOST"]
@@ -280,14 +280,14 @@ def test_unwritable_trace_leaves_the_old_one(disk_dir: Path, tmp_path: Path) -> 
         with full, pytest.raises(OSError, match="No space"):
             store.trace(path)
         assert path.read_bytes() == before
-        assert list(path.parent.iterdir()) == [path], "a draft was left behind"
+        assert list(path.parent.iterdir()) == [path], "a temporary file was left behind"
         store.put("key", pages(1))
         store.trace(path)
         assert path.read_bytes() != before
 
 
 def test_stalls_fall_into_profiler_ranges(disk_dir: Path, tmp_path: Path) -> None:
-    """torch.profiler's clock and ours are the same in the merged file."""
+    """torch.profiler's clock and the store's agree in the merged file."""
     with open_store(disk_dir) as store:
         fill(store, 1)
         push_out(store, "layer/0")

@@ -15,7 +15,7 @@ MOVED = ("read", "written", "onloaded", "offloaded")
 
 
 def load(path: Path) -> dict[str, Any]:
-    """The JSON of a trace file."""
+    """Return the JSON of a trace file."""
     raw = path.read_bytes()
     document = json.loads(gzip.decompress(raw) if path.name.endswith(".gz") else raw)
     assert isinstance(document, dict)
@@ -23,7 +23,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def check(path: Path, stats: Stats) -> dict[str, Any]:
-    """Assert that a trace is sound and ends at what the store says. Returns its JSON."""
+    """Check that a trace is valid and ends with the store's counters. Returns its JSON."""
     document = load(path)
     ours = [e for e in document["traceEvents"] if str(e.get("cat", "")).startswith("tierstore,")]
     assert {event["ph"] for event in ours} <= PHASES
@@ -36,7 +36,7 @@ def check(path: Path, stats: Stats) -> dict[str, Any]:
 
 
 def check_slices(events: list[dict[str, Any]]) -> None:
-    """Every track has a name, and no two slices on it overlap."""
+    """Check that every track has a name, and no two slices on it overlap."""
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert len(set(names.values())) == len(names), "two tracks have one name"
     tracks = defaultdict(list)
@@ -51,7 +51,7 @@ def check_slices(events: list[dict[str, Any]]) -> None:
 
 
 def check_counters(events: list[dict[str, Any]], stats: Stats) -> None:
-    """Counters are in order, keep to budgets, never fall if they count, and end at the truth."""
+    """Check that counters are ordered, within budgets, monotonic if they count, and end right."""
     counters: dict[str, list[tuple[int, int]]] = defaultdict(list)
     for event in events:
         if event["ph"] == "C":
@@ -75,6 +75,6 @@ def check_counters(events: list[dict[str, Any]], stats: Stats) -> None:
 
 
 def slices(document: dict[str, Any], kind: str) -> list[dict[str, Any]]:
-    """The slices of one kind, by time."""
+    """Return the slices of one kind, by time."""
     found = [e for e in document["traceEvents"] if e.get("cat") == f"tierstore,{kind}"]
     return sorted(found, key=lambda event: event["ts"])

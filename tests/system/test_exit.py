@@ -1,7 +1,7 @@
-"""The threads of a store when the interpreter ends, or when one of them drops the store.
+"""A store's threads when the interpreter exits, or when one of them drops the store.
 
-A thread that is inside of torch when the interpreter ends takes the process down with it: SIGABRT,
-and "terminate called without an active exception".
+A thread that is inside torch at exit aborts the process: SIGABRT, and "terminate called without an
+active exception".
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ def test_exit_waits_for_threads_inside_torch(more: str, pretend: Any, tmp_path: 
 
 @pytest.mark.full("the control of the test above")
 def test_exit_with_threads_inside_torch_aborts(pretend: Any, tmp_path: Path) -> None:
-    """The control for the test above: daemon threads of somebody else's."""
+    """The control for the test above: daemon threads of another library."""
     status, told = ending(CONTROL, tmp_path)
     assert status == -6
     assert "terminate called" in told
 
 
 def test_store_dropped_on_its_own_thread_ends(pretend: Any, disk_dir: Path) -> None:
-    """A thread that has the last reference for a moment cannot wait for its own end."""
+    """A thread that briefly holds the last reference cannot wait for its own end."""
     before = set(threading.enumerate())
     stores = [TierStore(1 << 20, disk_dir, device=ACCELERATOR, device_budget=1 << 20)]
     stores[0].put("key", torch.ones(4096, dtype=torch.uint8))

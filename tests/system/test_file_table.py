@@ -1,4 +1,4 @@
-"""The table of open files under pressure: names that change meanwhile, too few descriptors."""
+"""The table of open files under pressure: renamed files, and too few descriptors."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_open_that_would_fail_again_is_not_retried(
     with one_open_fails(number), pytest.raises(OSError) as error:
         table.get(paths[1])
     assert error.value.errno == number
-    assert kept is None or table.get(paths[0]) is kept, "others were closed for nothing"
+    assert kept is None or table.get(paths[0]) is kept, "other files were closed without need"
 
 
 def test_file_renamed_while_opening_is_not_kept(
@@ -99,7 +99,7 @@ def test_advice_refused_loses_no_bytes(paths: list[str]) -> None:
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EIO])
 def test_file_reports_whether_reads_are_direct(number: int, paths: list[str]) -> None:
-    """Until that was refused once: not for alignment, but for whatever else fails there."""
+    """A read refused as misaligned turns direct reads off; other errors raise."""
     with report_alignment(PAGE), accepting_direct_opens():
         file = DataFile(paths[0], follow_links=True)
     assert file.direct
@@ -190,7 +190,7 @@ def test_unlinked_file_is_read_on(change: Change, paths: list[str]) -> None:
 
 @pytest.mark.parametrize("change", [touched, cut_off])
 def test_file_changed_after_unlink_is_not_read(change: Change, paths: list[str]) -> None:
-    """By who has it open as well."""
+    """The change is made through another descriptor of the file."""
     table = FileTable("/nowhere")
     held = hold(table, paths[0])
     other = os.open(paths[0], os.O_RDWR)
@@ -281,7 +281,7 @@ def test_header_must_match_the_registered_one(paths: list[str]) -> None:
 
 
 def test_store_files_are_not_held(paths: list[str], tmp_path: Path) -> None:
-    """There may be many, and no other process removes them."""
+    """They may be many, and no other process removes them."""
     table = FileTable(str(tmp_path))
     held = hold(table, paths[0])
     assert start_of(table.open(held)) == b"first"

@@ -1,4 +1,4 @@
-"""Reading and writing files: direct and not, in pieces of any size, and within bounds."""
+"""Reading and writing files: direct and cached, in pieces of any size, and within bounds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def content(nbytes: int, seed: int = 0) -> bytes:
 
 
 def room(nbytes: int) -> memoryview:
-    """Page-aligned memory."""
+    """Return page-aligned memory."""
     return memoryview(mmap.mmap(-1, max(round_up(nbytes, PAGE), PAGE)))
 
 
@@ -62,7 +62,7 @@ def path(tmp_path: Path) -> str:
 
 
 def read(file: DataFile, offset: int, nbytes: int) -> bytes:
-    """Read as carriers do: whole pages around what is needed."""
+    """Read as hops do: whole pages around the needed bytes."""
     lead = offset % PAGE
     memory = room(lead + nbytes)
     got = file.read_at_least(memory, offset - lead, lead + nbytes)
@@ -72,7 +72,7 @@ def read(file: DataFile, offset: int, nbytes: int) -> bytes:
 
 @pytest.fixture
 def direct_reads() -> Iterator[list[bool]]:
-    """Notes of every `preadv` whether it went past the page cache."""
+    """Record for every `preadv` whether it bypassed the page cache."""
     notes: list[bool] = []
 
     def note(call: Call) -> Any:
@@ -106,7 +106,7 @@ def test_aligned_reads_bypass_the_page_cache(path: str, direct_reads: list[bool]
     assert direct_reads[0]
     direct_reads.clear()
     memory = room(2 * PAGE)
-    file.read_at_least(memory[: PAGE + 1], 0, PAGE + 1)  # no whole number of pages
+    file.read_at_least(memory[: PAGE + 1], 0, PAGE + 1)  # not a whole number of pages
     assert direct_reads == [False]
     assert bytes(memory[: PAGE + 1]) == content(SIZE)[: PAGE + 1]
 
@@ -117,7 +117,7 @@ def test_file_system_refusing_direct_opens_is_read(path: str, direct_reads: list
     assert direct_reads == [False]
     assert {call.args[3] for call in advice} == {os.POSIX_FADV_DONTNEED}
     given_back = sum(call.args[2] for call in advice)
-    assert given_back >= 3 * PAGE, "what was read stays in the page cache"
+    assert given_back >= 3 * PAGE, "the read bytes stay in the page cache"
 
 
 def test_file_system_refusing_direct_reads_is_read(path: str) -> None:
@@ -127,8 +127,8 @@ def test_file_system_refusing_direct_reads_is_read(path: str) -> None:
     with system_call("preadv", fails_with=errno.EINVAL, when=lambda call: call.direct) as refused:
         for _ in range(3):
             assert read(file, 0, 2 * PAGE) == content(SIZE)[: 2 * PAGE]
-    assert len(refused) == 1, "it is never asked again"
-    # Another thread may be about to read: the number must not become another file's.
+    assert len(refused) == 1, "it was tried again"
+    # Another thread may be about to read: the descriptor must not be reused for another file.
     direct = refused[0].args[0]
     assert os.readlink(f"/proc/self/fd/{direct}") == path
     del file
@@ -197,7 +197,7 @@ def test_unused_files_are_closed(path: str, tmp_path: Path) -> None:
 
 @st.composite
 def sources(draw: st.DrawFn) -> Source:
-    """Segments as `place` makes them: at their file offset modulo the page, one behind another."""
+    """Return segments as `place` does: at their file offset modulo the page, one after another."""
     segments, here = [], 0
     for number in range(draw(st.integers(1, 4))):
         offset = draw(st.integers(0, 10 * PAGE))
@@ -258,7 +258,7 @@ def test_direct_read_alignment_is_asked_of_the_system(path: str) -> None:
     if told == 0:
         assert not knows_direct_reads(path)
         return
-    assert told & (told - 1) == 0, "no power of two"
+    assert told & (told - 1) == 0, "not a power of two"
     memory = room(2 * max(told, PAGE))
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     assert os.preadv(descriptor, [memory[:told]], 0) == min(told, SIZE)
@@ -280,7 +280,7 @@ def test_direct_read_alignment_unknown_is_a_page(path: str) -> None:
 
 
 def test_file_without_direct_reads_is_read_buffered(path: str, direct_reads: list[bool]) -> None:
-    """Some file systems take the flag and read through the cache all the same."""
+    """Some file systems accept the flag and still read through the cache."""
     with report_alignment(0):
         assert read(open_file(path), 0, 2 * PAGE) == content(SIZE)[: 2 * PAGE]
     assert direct_reads == [False]
@@ -316,7 +316,7 @@ def test_open_files_are_bounded(many: list[str], tmp_path: Path) -> None:
         for number, path in enumerate(many):
             assert read(table.get(path), 0, 100) == content(100, number), round_trip
             assert len(open_files(tmp_path)) <= 2 * (MAX_OPEN_FILES + 1)
-    assert read(held, 0, 100) == content(100, 0), "a file that is in use was closed"
+    assert read(held, 0, 100) == content(100, 0), "a file in use was closed"
     del held
     table.close()
     gc.collect()

@@ -1,4 +1,4 @@
-"""Files that are open while disks do not answer, names change, and descriptors run out."""
+"""Files that are open while disks hang, names change, and descriptors run out."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_file_replaced_while_opening_is_not_kept(tmp_path: Path) -> None:
         table.forget(str(path))
         gate.open()
         join(opening)
-    assert table.get(str(path)).stamp().size == 4, "it is read as it was before"
+    assert table.get(str(path)).stamp().size == 4, "the file is read as before"
 
 
 def test_files_are_closed_when_descriptors_run_out(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_files_are_closed_when_descriptors_run_out(tmp_path: Path) -> None:
     table.close()
     with (
         system_call("open", fails_with=errno.EMFILE, at=1),
-        pytest.raises(OSError, match="Too many"),  # there is nothing to let go of
+        pytest.raises(OSError, match="Too many"),  # there is nothing to close
     ):
         table.get(str(tmp_path / "a"))
 
@@ -94,7 +94,7 @@ def test_short_reads_are_completed_to_the_end_of_file(tmp_path: Path) -> None:
 
 
 def test_file_system_writing_nothing_raises() -> None:
-    """And no reason to try for ever."""
+    """It does not retry forever."""
     with system_call("pwrite", returns=0), pytest.raises(OSError, match="wrote 0 bytes"):
         write_all(-1, memoryview(b"bytes"), 0)
 
@@ -109,7 +109,7 @@ def test_every_descriptor_is_closed_though_one_fails(tmp_path: Path) -> None:
 
 
 def test_file_is_closed_by_its_last_writer(tmp_path: Path) -> None:
-    """Its number would be another file's, soon, and that one would be written to."""
+    """Its descriptor would soon be another file's, which would then be overwritten."""
     cached = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
     file = OpenForWriting(cached, str(tmp_path / "file"))
     gate, data = Gate(), memoryview(bytearray(b"bytes"))

@@ -64,10 +64,10 @@ def test_live_owner_is_named_by_pid_and_host(tmp_path: Path) -> None:
 def test_dead_owner_is_reported_to_have_left_a_fork(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(WAIT)
-    for process in (ended.pid, MAX_PROCESS - 1):  # no system has processes of such numbers
+    for process in (ended.pid, MAX_PROCESS - 1):  # no system has process ids that large
         assert "which has ended" in owner_written_as(owner(process, HOST), tmp_path)
     elsewhere = owner_written_as(owner(ended.pid, "elsewhere"), tmp_path)
-    assert elsewhere == f"process {ended.pid} on 'elsewhere'", "of other machines nobody can tell"
+    assert elsewhere == f"process {ended.pid} on 'elsewhere'", "another machine is unknown"
 
 
 def test_owner_of_another_user_counts_as_alive(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_file_system_without_locks_has_no_owner(disk_dir: Path) -> None:
 
 
 def test_lock_is_retried_for_a_moment_only(disk_dir: Path) -> None:
-    """A mere reader of the lock holds it for a moment."""
+    """A process that only tests the lock holds it for a moment."""
     ObjectDirectory(disk_dir).close()
 
     def busy(tries: Container[int]) -> AbstractContextManager[list[Call]]:
@@ -137,7 +137,7 @@ def test_forked_child_releases_the_lock_with_its_parent(disk_dir: Path) -> None:
     child = os.fork()
     if child == 0:
         os.close(writer)
-        os.read(reader, 1)  # until the parent has looked
+        os.read(reader, 1)  # until the parent has checked
         os._exit(0)
     os.close(reader)
     directory.close()
@@ -149,7 +149,7 @@ def test_forked_child_releases_the_lock_with_its_parent(disk_dir: Path) -> None:
 
 
 def test_forked_child_releases_no_lock(disk_dir: Path) -> None:
-    """In the child, only; the parent goes on holding the lock."""
+    """Only the child closes it; the parent still holds the lock."""
     directory = ObjectDirectory(disk_dir)
     child = os.fork()
     if child == 0:
@@ -162,19 +162,19 @@ def test_forked_child_releases_no_lock(disk_dir: Path) -> None:
 
 
 def test_fork_closes_every_copy_of_a_lock(tmp_path: Path) -> None:
-    """Every lock that its parent holds; a number that is not of one of them stays open."""
+    """Covers all locks of the parent; an unrelated descriptor stays open."""
     directories = [ObjectDirectory(tmp_path / name) for name in "abc"]
     other = os.open(tmp_path, os.O_RDONLY)
     child = os.fork()
     if child == 0:
         locks = [path for path in open_files(tmp_path).values() if path.endswith("/LOCK")]
-        locking.release_lock(other)  # not held here: it may be anybody's number by now
+        locking.release_lock(other)  # not held here: it may be another file's descriptor by now
         os._exit(len(locks) + (0 if is_open(other) else 100))
     _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == 0
-    locking.release_lock(other)  # nor is it held here
+    locking.release_lock(other)  # not held here either
     left = {other}
-    locking.close_inherited_locks(left)  # what the child does, seen from where it can be looked at
+    locking.close_inherited_locks(left)  # as in the child, but observable here
     assert not left and not is_open(other)
     for directory in directories:
         directory.close()
@@ -261,12 +261,12 @@ def test_unsynced_directory_name_is_left_to_the_next_owner(disk_dir: Path) -> No
     ):
         directory.remove(KEY)
     directory.close()
-    assert (disk_dir / "LOCK").stat().st_size > 0, "it looks as if nothing were in doubt"
+    assert (disk_dir / "LOCK").stat().st_size > 0, "the lock file does not record the doubt"
     with system_call("fsync") as synced:
         ObjectDirectory(disk_dir).close()
     with system_call("fsync") as synced_without_doubt:
         ObjectDirectory(disk_dir).close()
-    assert len(synced) > len(synced_without_doubt), "the next owner has not seen to it"
+    assert len(synced) > len(synced_without_doubt), "the next owner has not synced it"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Maps of files: they hold no descriptor, keep what they show, and never show what is not there."""
+"""Maps of files: they hold no descriptor, keep their content, and never exceed the file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def is_mapped(path: Path) -> bool:
 
 
 class Kept:
-    """Something that a map holds."""
+    """An object that a map keeps alive."""
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def test_map_goes_with_its_last_viewer(path: Path) -> None:
 
 
 def test_range_beyond_the_file_is_not_mapped(path: Path) -> None:
-    """A look at it would kill the process."""
+    """Reading it would kill the process."""
     map_file(str(path), PAGE, 2 * PAGE)
     with pytest.raises(TruncatedFileError, match="save it again") as error:
         map_file(str(path), PAGE, 2 * PAGE + 1)

@@ -1,4 +1,4 @@
-"""Which file bytes a tensor still is, and maps that show them."""
+"""The file bytes behind a tensor, and maps that show them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def mapped(path: Path, flags: int = mmap.MAP_PRIVATE) -> torch.Tensor:
-    """The whole file as a tensor that is a map of it."""
+    """Return the whole file as a tensor that maps it."""
     with open(path, "r+b") as file:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         return torch.frombuffer(
@@ -49,7 +49,7 @@ def mapped(path: Path, flags: int = mmap.MAP_PRIVATE) -> torch.Tensor:
 
 
 def found(tensor: torch.Tensor, start: int = 0, stop: int | None = None) -> Extent | None:
-    """The file bytes that a part of a tensor is."""
+    """Return the file bytes that a part of a tensor maps."""
     part = tensor[start:stop]
     return AddressSpace().extent_at(part.data_ptr(), part.numel())
 
@@ -87,11 +87,11 @@ def test_single_written_byte_is_noticed(at: int, path: Path) -> None:
         begin = page * PAGE
         untouched = page != at // PAGE
         assert (found(tensor, begin, begin + PAGE) is not None) == untouched
-    assert path.read_bytes()[at] == at % 256, "the file itself is as it was"
+    assert path.read_bytes()[at] == at % 256, "the file itself changed"
 
 
 def test_byte_written_with_its_old_value_is_noticed(path: Path) -> None:
-    """Without reading the file, it looks the same as a changed one."""
+    """Without reading the file, it is indistinguishable from a changed one."""
     tensor = mapped(path)
     tensor[0] = int(tensor[0])
     assert found(tensor) is None
@@ -140,7 +140,7 @@ def test_files_of_any_name_are_found(name: str, path: Path) -> None:
 
 
 def test_file_named_like_a_deleted_one_is_found(path: Path) -> None:
-    """The system marks removed files so; a name may end like that, too."""
+    """The kernel marks removed files this way; a name may end like that, too."""
     place = path.parent / "data (deleted)"
     path.rename(place)
     extent = found(mapped(place))
@@ -195,7 +195,7 @@ def weights() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def loaded(tmp_path: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint as `from_pretrained` leaves it: every tensor a map of the file."""
+    """Return a checkpoint as `from_pretrained` loads it: every tensor is a map of the file."""
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file(weights(), path)
     tensors = safetensors.torch.load_file(path)
@@ -203,7 +203,7 @@ def loaded(tmp_path: Path) -> dict[str, torch.Tensor]:
 
 
 def files_of(tensors: dict[str, torch.Tensor]) -> set[str | None]:
-    """The files that the tensors are maps of."""
+    """Return the files that the tensors map."""
     space = AddressSpace()
     extents = [
         space.extent_at(t.data_ptr(), t.numel() * t.element_size()) for t in tensors.values()
@@ -221,7 +221,7 @@ def assert_kept(store: TierStore, expected: dict[str, torch.Tensor]) -> None:
 def test_weights_mapped_from_a_file_are_used_in_place(
     loaded: dict[str, torch.Tensor], disk_dir: Path, tmp_path: Path
 ) -> None:
-    assert files_of(loaded) == {str(tmp_path / "model.safetensors")}, "nothing to adopt"
+    assert files_of(loaded) == {str(tmp_path / "model.safetensors")}, "nothing is mapped"
     with open_store(disk_dir) as store:
         before = files_below(disk_dir)
         homes = store.register("block", loaded)

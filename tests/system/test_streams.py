@@ -1,4 +1,4 @@
-"""Which stream a thread's device work goes to, while the store works on streams of its own."""
+"""The stream of a thread's device work, while the store works on its own streams."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KINDS = ("disk", "onload", "offload", "copy")
 
 
 class TwoThreads:
-    """Two threads that are inside the same place at once, and leave it in the order they came."""
+    """Two threads that are inside a function at once, and leave it in the order of arrival."""
 
     def __init__(self) -> None:
         self.inside = {name: threading.Event() for name in ("first", "second")}
@@ -38,7 +38,7 @@ class TwoThreads:
         self.errors: list[BaseException] = []
 
     def meet(self) -> None:
-        """Called by each of them at that place; other threads pass."""
+        """Meet the other thread there; further threads pass."""
         name = threading.current_thread().name
         if name not in self.inside or self.inside[name].is_set():
             return
@@ -121,7 +121,7 @@ def test_stream_is_left_when_its_work_fails(disk_dir: Path) -> None:
 @needs_accelerator
 @pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.two_devices)])
 def test_store_threads_work_on_its_device(index: int, disk_dir: Path) -> None:
-    """Page-locking, for one, is done for the current device of the thread."""
+    """Page-locking, for example, acts on the thread's current device."""
     device = torch.device(ACCELERATOR, index)
     current: dict[str, set[int]] = {}
 
@@ -133,14 +133,14 @@ def test_store_threads_work_on_its_device(index: int, disk_dir: Path) -> None:
         if what == "c_call" and called.__name__ in ("empty", "copy_", "record"):
             note()
 
-    threading.setprofile(look)  # of threads that begin from now on
+    threading.setprofile(look)  # for threads that start from now on
     # A store's thread queues copies from pageable memory to the device, too.
     store = TierStore(2 * NBYTES, disk_dir, device=device, device_budget=2 * NBYTES)
     threading.setprofile(None)
     with pageable(), store:
         for key in "abcd":
             store.put(key, torch.ones(NBYTES, dtype=torch.uint8))
-        store.put("large", torch.ones(2 * NBYTES, dtype=torch.uint8))  # others are created again
+        store.put("large", torch.ones(2 * NBYTES, dtype=torch.uint8))  # recreates the others
         for key in "abcd":
             with store.acquire(key, Access.UPDATE) as lease:
                 lease.tensor.add_(1)
@@ -154,7 +154,7 @@ def test_store_threads_work_on_its_device(index: int, disk_dir: Path) -> None:
 def test_lost_lease_memory_waits_for_its_stream(
     rested: bool, late_pretend: Any, disk_dir: Path
 ) -> None:
-    """The thread that finds the lease lost, or recalls it, is on another stream."""
+    """The thread that finds the lease lost, or recalls it, uses another stream."""
     device = torch.device(ACCELERATOR, 0)
     theirs, read = torch.Stream(device), torch.empty(NBYTES, dtype=torch.uint8, pin_memory=True)
     with TierStore(4 * NBYTES, disk_dir, device=device, device_budget=NBYTES) as store:
@@ -169,12 +169,12 @@ def test_lost_lease_memory_waits_for_its_stream(
             else:
                 lease = store.acquire("a")
             read.copy_(lease.tensor, non_blocking=True)
-            assert late_pretend.queued_tasks() > 0, "nothing of it is to run later"
+            assert late_pretend.queued_tasks() > 0, "the copy has already run"
         lease.abandon()  # as finalizers do
         with store.acquire("b") as other:
             assert other.tensor.sum() == 2 * NBYTES
     theirs.synchronize()
-    assert read.sum() == NBYTES, "another group had the memory before it was read"
+    assert read.sum() == NBYTES, "another group used the memory before it was read"
 
 
 @needs_accelerator

@@ -1,4 +1,4 @@
-"""Files are written past the page cache where possible, whole, and never to foreign files."""
+"""Files are written completely, past the page cache where possible, and no others are touched."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SIZE = 3 * PAGE
 
 @pytest.fixture
 def data() -> memoryview:
-    """Page-aligned memory with something in it."""
+    """Return page-aligned memory with content."""
     memory = mmap.mmap(-1, SIZE)
     memory.write(random.Random(1).randbytes(SIZE))
     return memoryview(memory)
@@ -68,7 +68,7 @@ def test_write_without_direct_io_goes_through_the_cache(
 
 
 def with_direct(path: Path) -> OpenForWriting:
-    """A file that has a descriptor of its own for direct writes, on any file system."""
+    """Open a file with a separate descriptor for direct writes, on any file system."""
     with report_alignment(PAGE), accepting_direct_opens() as opens:
         file = opened(path)
     assert len(opens) == 2
@@ -87,7 +87,7 @@ def test_direct_write_is_not_repeated_through_the_cache(target: Path, data: memo
 
 
 def failing(file: OpenForWriting, number: int) -> AbstractContextManager[list[Call]]:
-    """Inside, direct writes to `file` fail."""
+    """Make direct writes to `file` fail inside the context."""
     return system_call("pwrite", fails_with=number, when=lambda call: call.args[0] != file.cached)
 
 
@@ -98,7 +98,7 @@ def test_refused_direct_write_is_tried_once(target: Path, data: memoryview) -> N
             file.write(data, offset)
     [[direct, _, offset]] = [call.args for call in refused]
     assert offset == 0
-    assert is_open(direct), "another thread may be about to write to that number"
+    assert is_open(direct), "another thread may be about to write to it"
     file.close()
     assert target.read_bytes() == 2 * bytes(data)
 
@@ -133,7 +133,7 @@ def test_closed_file_is_not_written_to(target: Path, data: memoryview) -> None:
     with pytest.raises(OSError, match="the file was closed") as error:
         file.write(data, 0)
     assert error.value.errno == errno.EBADF
-    file.close()  # once more: nothing is closed that may be another's by now
+    file.close()  # a second time: a reused descriptor must stay open
 
 
 def test_file_closed_during_a_write_stays_open_until_it_ends(
@@ -144,7 +144,7 @@ def test_file_closed_during_a_write_stays_open_until_it_ends(
         with file.in_use():
             file.close()
             assert is_open(file.cached)
-        assert is_open(file.cached), "one still uses it"
+        assert is_open(file.cached), "a writer still uses it"
     assert not is_open(file.cached)
 
 
@@ -152,7 +152,7 @@ def test_file_without_writers_is_closed_at_once(target: Path) -> None:
     file = opened(target)
     with file.in_use():
         pass
-    assert is_open(file.cached), "nobody has closed it"
+    assert is_open(file.cached), "it was not closed by its user"
     file.close()
     assert not is_open(file.cached)
 
@@ -176,7 +176,7 @@ def test_many_threads_write_during_a_close(target: Path, data: memoryview) -> No
     file.close()
     for thread in threads:
         thread.join(60)
-    assert set(refused) <= {errno.EBADF}, "something else than the closed file was written to"
+    assert set(refused) <= {errno.EBADF}, "a write failed for another reason"
     assert not is_open(file.cached)
 
 

@@ -1,9 +1,9 @@
-"""Dies at the n-th system call of a protocol, for every n, and looks at what is left.
+"""Die at the n-th system call of a protocol, for every n, and check the remains.
 
 `python -m tests.tiers.dying DIRECTORY PROTOCOL` prints one JSON list for each n: the name of the
-call at which the process died, and what a reader finds afterwards (`old`, `new`, `absent`, or what
-is wrong). The last line says that the protocol came to its end. A process of its own, because it
-forks: nothing here imports torch, and there are no threads, but for the protocol `store`.
+call at which the process died, and what a reader finds afterwards (`old`, `new`, `absent`, or the
+fault). The last line says that the protocol ran to its end. It is a separate process because it
+forks: nothing here imports torch, and there are no threads, except for the protocol `store`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tierstore.tiers.directory import ObjectDirectory
 
 KEY = "the/key"
 DEAD, DONE = 77, 0
-FLOATS = 5000  # several pages, and a piece of one
+FLOATS = 5000  # several pages, and part of one
 
-# Whatever a protocol may do to files.
+# All calls by which a protocol may use files.
 CALLS = (
     "open", "close", "read", "pread", "preadv", "write", "pwrite", "pwritev", "fsync", "fdatasync",
     "rename", "replace", "link", "unlink", "remove", "mkdir", "makedirs", "rmdir", "ftruncate",
@@ -46,7 +46,7 @@ def packing() -> Packing:
 
 
 def data_of(value: int) -> memoryview:
-    """The packed group, full of one byte, in page-aligned memory."""
+    """Return the packed group, filled with one byte, in page-aligned memory."""
     memory = memoryview(mmap.mmap(-1, round_up(packing().nbytes, PAGE)))
     memory[:] = bytes([value]) * len(memory)
     return memory
@@ -73,7 +73,7 @@ def remove(directory: Path) -> None:
 
 
 def open_only(directory: Path) -> None:
-    """Opening a directory, perhaps for the first time."""
+    """Open a directory, perhaps for the first time."""
     ObjectDirectory(directory).close()
 
 
@@ -104,7 +104,7 @@ def remove_and_write(directory: Path) -> None:
 
 
 def through_a_store(directory: Path) -> None:
-    """The same as `put`, through all layers and their threads."""
+    """Put a group through all layers and their threads."""
     import torch
 
     from tierstore import TierStore
@@ -134,7 +134,7 @@ PROTOCOLS: dict[str, Callable[[Path], None]] = {
 
 
 def die_at(number: int, report: int) -> None:
-    """From now on the `number`-th call in CALLS does not happen: a write happens half."""
+    """From now on, skip the `number`-th call in CALLS and exit; a write is done by half."""
     calls = 0
 
     def deadly(call: Call) -> Any:
@@ -155,7 +155,7 @@ def die_at(number: int, report: int) -> None:
 
 
 def attempt(do: Callable[[], object], number: int) -> tuple[int, str]:
-    """Do it in a child that dies at its `number`-th call; how it ended, and where."""
+    """Run it in a child that dies at its `number`-th call; return the exit code and the call."""
     listening, report = os.pipe()
     child = os.fork()
     if not child:

@@ -85,7 +85,7 @@ class ArenaMachine(RuleBasedStateMachine):
             return
         slot = self.arena.take(npages * PAGE)
         assert slot.nbytes == npages * PAGE
-        assert all(slot is not other for other in self.taken), "one slot for two groups"
+        assert all(slot is not other for other in self.taken), "one slot was taken for two groups"
         self.taken.append(slot)
 
     @precondition(lambda self: self.taken)
@@ -181,13 +181,13 @@ def test_slot_is_reused_by_a_group_of_its_size() -> None:
     assert memory.made == 1
     arena.release(first)
     other = arena.take(10 * PAGE)
-    assert memory.exists == 4 * PAGE, "nothing is unmade before it must be"
+    assert memory.exists == 4 * PAGE, "memory was freed too early"
     arena.fill(other)
     assert memory.exists == memory.peak == 10 * PAGE
 
 
 def test_slots_of_a_size_are_reused_first_in_first_out() -> None:
-    """Its device work is the oldest, so that its next user waits the least."""
+    """Its device work is the oldest, so its next user waits least."""
     arena = Arena(BUDGET, Memory().make)
     slots = [arena.take(2 * PAGE) for _ in range(3)]
     for slot in slots:
@@ -224,7 +224,7 @@ def test_allocation_failure_counts_no_bytes() -> None:
 
 
 def test_slot_released_unfilled_never_gets_memory() -> None:
-    """Its caller was interrupted: the memory would be counted nowhere."""
+    """Its caller was interrupted: the memory would not be counted anywhere."""
     memory = Memory()
     arena = Arena(BUDGET, memory.make, memory.free)
     slot = arena.take(BUDGET)

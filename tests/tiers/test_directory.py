@@ -38,7 +38,7 @@ def write(directory: ObjectDirectory, key: str, value: int) -> None:
 
 
 def made(disk_dir: Path, *keys: str) -> Path:
-    """A closed directory with a group under each key. Returns it."""
+    """Make a directory with a group under each key, close and return it."""
     directory = ObjectDirectory(disk_dir)
     for key in keys:
         write(directory, key, OLD)
@@ -53,7 +53,7 @@ WHOLE = pytest.mark.full("a whole store, which commits by the protocol of the ca
 
 
 def dying(protocol: str, existing: bool, disk_dir: Path) -> list[tuple[str, str]]:
-    """For each call of a protocol: its name, and what is found if the process dies there."""
+    """Return, for each call of a protocol, its name and what remains if the process dies there."""
     begin = "over an old group" if existing else "in an empty directory"
     output = output_of("-m", "tests.tiers.dying", disk_dir, protocol, begin)
     return [(name, found) for name, found in map(json.loads, output.splitlines())]
@@ -79,11 +79,11 @@ def test_process_death_leaves_the_old_or_the_new_group(
     outcomes = [outcome for _, outcome in found]
     assert len(found) > 15
     assert set(outcomes) <= {before, after}
-    assert outcomes == sorted(outcomes, key=[before, after].index), "what was new is old again"
-    assert outcomes[-1] == after, "it came to its end and left nothing new"
+    assert outcomes == sorted(outcomes, key=[before, after].index), "a new group became old again"
+    assert outcomes[-1] == after, "the whole protocol left no new group"
     if before != after:
         changed = names[outcomes.index(after) - 1]
-        assert changed == ("unlink" if protocol == "remove" else "rename"), "the one commit"
+        assert changed == ("unlink" if protocol == "remove" else "rename"), "another call committed"
     if protocol in ("put", "store"):
         assert {"open", "pwrite", "fsync", "rename", "posix_fallocate"} <= set(names)
 
@@ -111,7 +111,7 @@ class Recorder:
 
     def _note(self, call: Call) -> Any:
         assert call.path is not None
-        about = str(Path(call.path).relative_to(self._root))  # before it leads elsewhere
+        about = str(Path(call.path).relative_to(self._root))  # before the call changes it
         result = call.go_on()
         self.calls.append((call.name, about))
         return result
@@ -123,7 +123,7 @@ class Recorder:
 
 @pytest.mark.parametrize("shard", ["is new", "was left by somebody who died"])
 def test_commit_report_matches_a_power_cut(shard: str, disk_dir: Path) -> None:
-    """Everything is synced before the next thing relies on it, and before the commit returns."""
+    """Everything is synced before the next step relies on it, and before the commit returns."""
     directory = ObjectDirectory(disk_dir)
     if shard != "is new":
         object_file(disk_dir, KEY).parent.mkdir()
@@ -135,7 +135,7 @@ def test_commit_report_matches_a_power_cut(shard: str, disk_dir: Path) -> None:
     (synced,), (renamed,) = record.places("fsync", temporary), record.places("rename", temporary)
     assert max(record.places("pwrite", temporary)) < synced < renamed
     assert renamed < record.places("fsync", folder)[-1]
-    assert record.places("fsync", "objects"), "the shard's own name might be lost"
+    assert record.places("fsync", "objects"), "the shard's name might be lost"
     record.calls.clear()
     with record.noting():
         directory.remove(KEY)
@@ -157,7 +157,7 @@ def test_object_is_a_safetensors_file_with_page_aligned_data(disk_dir: Path) -> 
 def test_two_puts_keep_the_last(disk_dir: Path) -> None:
     directory = ObjectDirectory(disk_dir)
     staged = [directory.stage(KEY, packing(), data_of(value), single=False) for value in (NEW, OLD)]
-    assert list(find_objects(disk_dir)) == [], "it counts before it is committed"
+    assert list(find_objects(disk_dir)) == [], "it is visible before it is committed"
     directory.commit(staged[0])
     directory.abandon(staged[1])
     directory.abandon(staged[0])  # too late: it is committed
@@ -228,7 +228,7 @@ def secret(tmp_path: Path) -> Iterator[Path]:
 
 
 def refuses(disk_dir: Path) -> TierStoreError:
-    """Opening fails, holds no lock and no descriptor afterwards, and says where it failed."""
+    """Check that opening fails, names the place, and leaves no lock and no descriptor."""
     before = open_files()
     with pytest.raises(TierStoreError) as error:
         ObjectDirectory(disk_dir)
@@ -448,7 +448,7 @@ def test_new_directory_names_are_synced_in_their_parents(
     record.calls.clear()
     with record.noting():
         ObjectDirectory(tmp_path / "new" / "newer" / "store").close()
-    assert ("fsync", "new/newer") in record.calls, "who made it may have died before this"
+    assert ("fsync", "new/newer") in record.calls, "its creator may have died before the sync"
 
 
 @pytest.mark.parametrize(
@@ -513,7 +513,7 @@ def test_damaged_object_costs_its_own_key_only(damage: str, disk_dir: Path) -> N
 
 
 def test_header_with_any_flipped_bit_is_refused(disk_dir: Path) -> None:
-    """Many single flips, of which the structure alone would let two in five pass."""
+    """Many single flips, of which the structure alone would accept two in five."""
     made(disk_dir, KEY)
     path = object_file(disk_dir, KEY)
     whole = path.read_bytes()

@@ -53,7 +53,7 @@ def test_speed_test_moves_as_many_bytes_as_announced(tmp_path: Path) -> None:
 
 
 def test_speed_test_reads_exceed_processor_caches(tmp_path: Path) -> None:
-    """Into the same few megabytes again and again, some disks are a third faster."""
+    """Some disks read a third faster into the same few megabytes."""
     filled: set[int] = set()
 
     def note(call: Call) -> Any:
@@ -83,7 +83,7 @@ def test_speed_test_reads_have_the_given_size_and_depth(tmp_path: Path) -> None:
             most = max(most, len(together))
         got = call.go_on()
         assert got == len(room)
-        assert bytes(room[:4096]) != bytes(4096), "nothing was written there"
+        assert bytes(room[:4096]) != bytes(4096), "the file was not written"
         with lock:
             together.discard(threading.get_ident())
         return got
@@ -102,7 +102,7 @@ def test_speed_test_without_direct_reads_says_so(tmp_path: Path) -> None:
     assert found.read > 0
 
 
-@pytest.mark.full("the call, and what file it is made on", keep="values")
+@pytest.mark.full("the call, and its file", keep="values")
 @pytest.mark.parametrize("call", ["pwrite", "preadv", "posix_fallocate", "fsync"])
 @pytest.mark.parametrize("nameless", [True, False])
 def test_speed_test_failure_leaves_nothing_behind(
@@ -112,5 +112,5 @@ def test_speed_test_failure_leaves_nothing_behind(
     failing = system_call(call, fails_with=errno.EIO)
     with files, failing, pytest.raises(OSError, match="Input/output"):
         measure(str(tmp_path), SMALLEST)
-    gc.collect()  # the traceback held on to it
+    gc.collect()  # the traceback kept it alive
     assert os.listdir(tmp_path) == list(open_files(tmp_path).values()) == []

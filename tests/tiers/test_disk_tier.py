@@ -1,4 +1,4 @@
-"""The disk as a tier: which of the versions of a key its file is, and what is remembered of it."""
+"""The disk as a tier: the version of a key in its file, and the memory of removed keys."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Disk:
             del self.names[entry.group.key]
 
     def held(self, key: str) -> int | None:
-        """The first byte of the file of a key."""
+        """Return the first byte of the file of a key."""
         path = Path(self.directory.path_of(key))
         return path.read_bytes()[-1] if path.exists() else None
 
@@ -98,4 +98,4 @@ def test_removed_keys_are_forgotten(disk: Disk) -> None:
         disk.forget(entry)
     assert len(disk.tier._committed) < 80
     disk.save(late)
-    assert disk.held("late") is None, "of one that is still there, the order was forgotten"
+    assert disk.held("late") is None, "the order of a pending version was forgotten"

@@ -117,7 +117,7 @@ def test_known_speeds_damaged_file_is_ignored(damage: str, data: str) -> None:
     if damage == "a directory":
         with pytest.raises(OSError, match="directory"):
             remember(data, FOUND)
-        assert os.listdir(file.parent) == ["disks.json"], "something was left behind"
+        assert os.listdir(file.parent) == ["disks.json"], "a temporary file was left behind"
     else:
         remember(data, FOUND)
         assert known_speed(data) == FOUND

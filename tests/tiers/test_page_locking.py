@@ -66,7 +66,7 @@ def calls(pretend: Any, monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 class Count:
-    """Counts what several threads do; one of them, or another, waits until it was done."""
+    """Counts actions of several threads; any thread can wait for a count."""
 
     def __init__(self) -> None:
         self._done = threading.Semaphore(0)
@@ -142,7 +142,7 @@ def test_slot_reused_is_not_locked_again(calls: Calls, tmp_path: Path) -> None:
         made = found.arena.allocations
         assert found.store.stats().bytes_read > 4 * nbytes
         assert len(calls.addresses) == len(set(calls.addresses)) == made <= 3
-        found.store.put("other", torch.ones(100 * PAGE))  # the control: no slot has its size
+        found.store.put("other", torch.ones(100 * PAGE))  # the control: no free slot has this size
         assert len(calls.addresses) == found.arena.allocations == made + 1
 
 
@@ -183,7 +183,7 @@ def test_lock_refused_beside_a_read_leaves_bytes_pageable(
             found.read("0")
         found.read("0")
         assert pretend.registered_bytes() == 0
-        assert len(calls.addresses) == 1, "a driver that refused is not asked again"
+        assert len(calls.addresses) == 1, "a driver that refused was called again"
 
 
 @pytest.mark.pretend_only("counts")

@@ -23,7 +23,7 @@ SIZES = [PAGE, 3 * PAGE, HUGE_PAGE - PAGE, HUGE_PAGE, HUGE_PAGE + PAGE, 9 * 1024
 
 
 def resident() -> int:
-    """Private memory of this process now, in bytes."""
+    """Return the private memory of this process, in bytes."""
     gc.collect()
     return _resident()
 
@@ -38,7 +38,7 @@ counts_huge_pages = pytest.mark.alone
 
 
 def populated(work: Callable[[], None]) -> int:
-    """Bytes that the kernel had to back with new pages during `work`, huge and small."""
+    """Return the bytes that the kernel backed with new pages during `work`, huge and small."""
     before = _faults()
     work()
     after = _faults()
@@ -59,7 +59,7 @@ def churn(
     seed: int = 1,
     after_each: Callable[[], None] = lambda: None,
 ) -> None:
-    """Slots of many sizes, together never above the budget, each written and checked."""
+    """Allocate slots of many sizes, within the budget together; write and check each."""
     rng = random.Random(seed)
     live: list[tuple[torch.Tensor, int]] = []
     for turn in range(rounds):
@@ -81,7 +81,7 @@ def churn(
 
 
 def assert_holds(memory: torch.Tensor, mark: int) -> None:
-    """Every page, from its first byte to its last, without a copy that would count as memory."""
+    """Check every page, from its first byte to its last, without a copy, which would use memory."""
     assert bool((memory[::PAGE] == mark).all()), "two slots shared a page"
     assert bool((memory[PAGE - 1 :: PAGE] == mark).all()), "two slots shared a page"
 
@@ -101,7 +101,7 @@ def test_slots_of_threads_are_disjoint_and_within_budget() -> None:
     before = resident()
     pages = RecycledPages(4 * BUDGET)
     most: list[int] = []
-    with ThreadPoolExecutor(4) as pool:  # each keeps to a quarter
+    with ThreadPoolExecutor(4) as pool:  # each stays within a quarter
         work = [
             pool.submit(churn, pages.allocate, 100, seed, lambda: most.append(_resident() - before))
             for seed in range(4)
@@ -155,7 +155,7 @@ def test_later_passes_populate_hardly_anything() -> None:
     churn(pages.allocate, 300)
     again = populated(lambda: churn(pages.allocate, 300, seed=2))
     fresh = populated(lambda: churn(fresh_memory, 300, seed=2))
-    assert fresh > 500 * 1024**2, "the control: memory made anew is populated anew"
+    assert fresh > 500 * 1024**2, "the control: new memory is populated again"
     assert again < fresh / 5
 
 
@@ -201,7 +201,7 @@ def test_view_that_outlives_its_slot_keeps_its_bytes() -> None:
 
 
 def test_pages_being_released_are_awaited() -> None:
-    # Long enough for the other thread to come to its turn on a busy machine.
+    # Long enough for the other thread to run on a busy machine.
     before = resident()
     pages = RecycledPages(8 * HUGE_PAGE, patience=10 * PATIENCE)
     going = [pages.allocate(8 * HUGE_PAGE).fill_(1)]
@@ -219,7 +219,7 @@ def test_view_kept_for_long_is_awaited_once() -> None:
     rounds = 20
     for _ in range(rounds):
         pages.allocate(8 * HUGE_PAGE)
-    assert time.monotonic() - started < rounds * PATIENCE / 2, "each one waited"
+    assert time.monotonic() - started < rounds * PATIENCE / 2, "each allocation waited"
     assert len(kept) == 10
 
 
@@ -263,7 +263,7 @@ def test_close_frees_spare_pages_of_a_slot_in_use() -> None:
 
 
 def test_pages_that_cannot_be_moved_are_mapped_again() -> None:
-    """A process may have only so many maps (vm.max_map_count); then `mremap` refuses."""
+    """A process has a limited number of maps (vm.max_map_count); beyond it, `mremap` fails."""
     before = resident()
     pages = RecycledPages(BUDGET)
     with system_call("mremap", fails_with=errno.ENOMEM) as refused:

@@ -1,8 +1,8 @@
 """Host memory that CUDA page-locks: our own maps, registered with a driver that may refuse.
 
-`Driver` stands for the functions of the runtime that are called. What happens to memory that is
-unmapped while a driver has it is seen by the pretend accelerator: every test that uses it fails
-then, and if any is left registered.
+`Driver` stands in for the runtime's functions that are called. The pretend accelerator detects
+memory that is unmapped while registered: every test that uses it fails then, and if any stays
+registered.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def driver() -> Driver:
 
 
 def arena_of(driver: Driver, budget: int = 12 * PAGE) -> Arena:
-    """As for a CUDA device that has this driver."""
+    """Return an arena as for a CUDA device with this driver."""
     return RegisteredArena(budget, RegisteredMemory(driver))
 
 
@@ -99,7 +99,7 @@ def test_memory_for_cuda_is_registered() -> None:
 
 
 def locked(memory: RegisteredMemory, nbytes: int) -> torch.Tensor:
-    """Memory that is made and page-locked."""
+    """Allocate memory and page-lock it."""
     made = memory.make(nbytes)
     memory.lock(made)
     return made
@@ -122,7 +122,7 @@ def test_memory_is_locked_from_creation_to_release(driver: Driver) -> None:
     assert not memory.any()
     arena.release(slot)
     arena.close()
-    assert driver.locked == {address: 4 * PAGE}, "a view of it is left"
+    assert driver.locked == {address: 4 * PAGE}, "a view of it still exists"
     del memory
     assert driver.calls == ["register", "unregister"]
     assert (arena.allocations, arena.frees) == (1, 1)
@@ -140,18 +140,18 @@ def test_memory_that_cannot_be_locked_stays_pageable_and_warns(
     assert driver.locked == {first.data_ptr(): 4 * PAGE}
     assert second.fill_(7).sum() == 7 * 3 * PAGE
     assert third.numel() == 2 * PAGE
-    assert driver.calls == ["register", *["register", "forget"] * 2], "no error is left behind"
+    assert driver.calls == ["register", *["register", "forget"] * 2], "an error is left"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         arena.close()
         del first, second, third
-    assert driver.calls[5:] == ["unregister"], "what is not locked is not unlocked"
+    assert driver.calls[5:] == ["unregister"], "unlocked memory was unregistered"
 
 
 def test_memory_a_driver_does_not_release_stays_mapped(
     driver: Driver, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is tried again whenever memory is made or dropped."""
+    """Unregistering is retried whenever memory is allocated or dropped."""
     memory = RegisteredMemory(driver)
     made = locked(memory, 4 * PAGE)
     address, driver.refuses = made.data_ptr(), True
@@ -173,7 +173,7 @@ def is_mapped(address: int) -> bool:
 
 
 def resident(memory: torch.Tensor) -> int:
-    """Return how many bytes of it have a page."""
+    """Return how many of its bytes have a page."""
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         pagemap.seek(memory.data_ptr() // PAGE * 8)
         entries = array("Q", pagemap.read(memory.nbytes // PAGE * 8))
@@ -184,7 +184,7 @@ def resident(memory: torch.Tensor) -> int:
 def test_memory_is_populated_before_registration_zeroed_once(
     kernel_knows_how: bool, driver: Driver
 ) -> None:
-    """Only the kernel zeroes it: a read into it may be under way."""
+    """Only the kernel may zero it: a read into it may be running."""
     filled: list[None] = []
     refused = system_call(
         "madvise",
@@ -212,7 +212,7 @@ def in_a_fork(address: int) -> bool:
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_forked_process_has_no_copy_of_locked_memory(driver: Driver) -> None:
-    """The kernel would make it at the fork, of every page."""
+    """The kernel would copy every locked page at the fork."""
     driver.limit = 4 * PAGE
     arena = arena_of(driver)
     with pytest.warns(RuntimeWarning, match="page-lock"):
@@ -227,7 +227,7 @@ def test_memory_allocated_later_is_locked_again(driver: Driver) -> None:
     arena = arena_of(driver, 8 * PAGE)
     with pytest.warns(RuntimeWarning, match="page-lock"):
         filled(arena, 4 * PAGE, 3 * PAGE)
-    (memory,) = filled(arena, 2 * PAGE)  # after one of the others had to go
+    (memory,) = filled(arena, 2 * PAGE)  # after one of the others was freed
     assert memory.data_ptr() in driver.locked
     arena.close()
     del memory
@@ -236,12 +236,12 @@ def test_memory_allocated_later_is_locked_again(driver: Driver) -> None:
 
 # Each way on which page-locked memory goes --------------------------------------------------------
 #
-# With each, the pretend accelerator has registered memory and work that uses it. The test ends well
-# only if nothing was unmapped before it was unregistered, and nothing is left.
+# In each, the pretend accelerator has registered memory, and work that uses it. The test passes
+# only if everything is unregistered before it is unmapped, and nothing is left.
 
 
 def used_slot(arena: Arena) -> tuple[Slot, torch.Tensor]:
-    """A slot that a queued copy reads, and what that copies to."""
+    """Return a slot that a queued copy reads, and the target of that copy."""
     slot = arena.take(4 * PAGE)
     memory = arena.fill(slot)
     assert memory.is_pinned()
@@ -290,7 +290,7 @@ def view_that_another_thread_drops() -> list[torch.Tensor]:
     slot, target = used_slot(arena)
     views = [arena.fill(slot)[PAGE:]]
     del arena, slot
-    assert pretend.registered_bytes() == 4 * PAGE, "the view is left"
+    assert pretend.registered_bytes() == 4 * PAGE, "the view still exists"
     thread = threading.Thread(target=views.clear)
     thread.start()
     thread.join()
@@ -315,7 +315,7 @@ def test_registered_memory_is_released_in_order(
     targets = way()
     assert late_pretend.registrations() == len(targets)
     assert late_pretend.registered_bytes() == 0
-    assert late_pretend.unregistered_in_use() == 0, "the device was waited for"
+    assert late_pretend.unregistered_in_use() == 0, "memory in use was unregistered"
     assert all(torch.equal(t.cpu(), torch.full_like(t, 7, device="cpu")) for t in targets)
 
 
@@ -323,7 +323,7 @@ def test_registered_memory_is_released_in_order(
 def test_registered_memory_of_a_hung_store_is_released(
     late_pretend: Any, monkeypatch: pytest.MonkeyPatch, disk_dir: Path
 ) -> None:
-    """Closing gives up on the thread, and so on closing the arena, which is dropped later."""
+    """Closing abandons the thread, and with it the arena, which is dropped later."""
     monkeypatch.setattr(mover, "PATIENCE", 0.1)
     store = TierStore(1 << 20, disk_dir, device=ACCELERATOR, device_budget=1 << 20)
     store.put("key", torch.ones(PAGE, dtype=torch.uint8))
@@ -334,7 +334,7 @@ def test_registered_memory_of_a_hung_store_is_released(
     workers.submit(URGENT, gate.hold)
     assert gate.reached.wait(30)
     store.close()
-    assert late_pretend.registered_bytes() == PAGE, "nobody knows what the thread still does"
+    assert late_pretend.registered_bytes() == PAGE, "the thread may still use the memory"
     del store, engine
     gc.collect()
     assert late_pretend.registered_bytes() == 0
@@ -346,7 +346,7 @@ def test_registered_memory_of_a_hung_store_is_released(
 def test_registered_memory_never_used_is_released(
     late_pretend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An exception in the middle of making it, and an interrupt right after it was registered."""
+    """An exception during its creation, and an interrupt right after its registration."""
     late_pretend.reset_counters()
     memory = RegisteredMemory(late_pretend)
     registered = late_pretend.cudart().cudaHostRegister
@@ -425,7 +425,7 @@ def test_fork_dropping_registered_memory_does_nothing(pretend: Any) -> None:
     child = os.fork()
     if not child:
         memory.clear()
-        still = pretend.registered_bytes() == 4 * PAGE  # what the driver's books say there
+        still = pretend.registered_bytes() == 4 * PAGE  # as the driver counts in the fork
         os._exit(0 if still else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert memory[0].is_pinned()
@@ -463,7 +463,7 @@ def test_registered_memory_at_exit_stays_mapped(pretend: Any) -> None:
 @pytest.mark.full("the control of the test above")
 @pytest.mark.pretend_only("counts")
 def test_memory_unmapped_at_exit_is_noticed(pretend: Any) -> None:
-    """The control for the test above: a map that goes as the modules do."""
+    """The control for the test above: a map that is freed with the modules."""
     done = ending(
         "from tierstore.tiers.pages import fresh_memory\n"
         "mine = fresh_memory(8192)\n"

@@ -1,4 +1,4 @@
-"""Groups on their way from files to memory: in how many reads, on which threads, how it ends."""
+"""Groups read from files into memory: the number of reads, their threads, and the outcome."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Desk:
     reader: DiskReader
 
     def read(self, entry: GroupEntry) -> bytes:
-        """The group's memory once it has arrived. Raises what went wrong instead."""
+        """Return the group's memory once it has arrived. Raises the error of a failed read."""
         memory = fresh_memory(entry.spec.nbytes)
         workers = self.reader.workers
 
@@ -70,7 +70,7 @@ def desk() -> Iterator[Callable[..., Desk]]:
 
     yield make
     for workers in made:
-        assert workers.stop(), "some thread is still at it"
+        assert workers.stop(), "a thread is still reading"
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def reads() -> Iterator[list[tuple[int, int]]]:
 
 
 def cargo_of(path: str, *extents: tuple[int, int]) -> GroupEntry:
-    """A group of byte tensors at (offset, length) in the file."""
+    """Return a group of byte tensors at (offset, length) in the file."""
     tensors = [
         FileTensor(str(i), "U8", (nbytes,), Extent(path, offset, nbytes))
         for i, (offset, nbytes) in enumerate(extents)
@@ -118,7 +118,7 @@ def assert_right(found: bytes, entry: GroupEntry, *extents: tuple[int, int]) -> 
 def test_neighbours_in_a_file_are_one_read(
     path: str, desk: Callable[..., Desk], reads: list[tuple[int, int]]
 ) -> None:
-    """Tensors of one group, at odd offsets, with less than a page between them."""
+    """Return tensors of one group, at odd offsets, with less than a page between them."""
     extents = [(1000 + 6000 * i, 5000) for i in range(8)]
     entry = cargo_of(path, *extents)
     assert_right(desk().read(entry), entry, *extents)
@@ -190,7 +190,7 @@ def test_file_that_ends_early_fails_the_group(path: str, desk: Callable[..., Des
 def test_overlapping_moves_keep_the_bytes(
     moves: list[tuple[int, int, int]], path: str, desk: Callable[..., Desk]
 ) -> None:
-    """As if what is moved had been put aside before."""
+    """As if the moved bytes had been copied aside first."""
     entry = cargo_of(path, (0, SIZE))
     assert entry.source is not None
     entry.source = replace(entry.source, moves=tuple(Move(*move) for move in moves))
@@ -221,7 +221,7 @@ def test_checksums_are_compared_as_often_as_asked(
     entry.source = replace(entry.source, checks=tuple(checks))
     read = desk(verify).read
     assert read(entry)[:SIZE] == data
-    # If the file is what it was, only "always" compares again.
+    # While the file is unchanged, only "always" compares again.
     wrong = replace(checks[0], digest="0" * len(checks[0].digest))
     object.__setattr__(entry.source, "checks", (wrong, *checks[1:]))
     if verify == "always":

@@ -117,7 +117,7 @@ def play(seed: int, factor: int) -> None:
             free.release(offset, size)
         alignment = CHUNK if nbytes >= CHUNK else PAGE
         taken = free.take(nbytes, alignment)
-        assert taken is not None, "no room"
+        assert taken is not None, "no space"
         assert taken % alignment == 0
         pages = slice(taken // PAGE, (taken + nbytes) // PAGE)
         assert not any(owner[pages]), "two ranges overlap"
@@ -141,7 +141,7 @@ def test_file_of_exactly_the_budget_is_too_small() -> None:
 
 def test_worst_allocation_order_finds_space() -> None:
     """Robson's order: of each size, the ranges that block the next size stay."""
-    budget = 1 << 10  # in units of the smallest
+    budget = 1 << 10  # in units of the smallest range
     free = FreeRanges(RANGES * budget)
     there: set[tuple[int, int]] = set()
     highest = 0
@@ -155,7 +155,7 @@ def test_worst_allocation_order_finds_space() -> None:
         for one in gone:
             free.release(*one)
         there -= gone
-    assert highest > 3 * budget, "this was no bad order"
+    assert highest > 3 * budget, "the order was not bad"
 
 
 # The owner ---------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_retired_memory_returns_to_the_system_at_once(shared: SharedArena) -> No
     offset = shared.offset_of(first)
     shared.free(first)
     assert taken(shared) == CHUNK
-    assert not first.any(), "who still looks at it sees zeros"
+    assert not first.any(), "a remaining view does not show zeros"
     assert bool((second == 2).all())
     assert shared.offset_of(shared.make(CHUNK)) == offset
 
@@ -267,7 +267,7 @@ def test_threads_get_separate_memory(shared: SharedArena) -> None:
         thread.join()
     assert not wrong
     assert taken(shared) == 0
-    assert shared.offset_of(shared.make(shared.size)) == 0, "every range came back"
+    assert shared.offset_of(shared.make(shared.size)) == 0, "a range was not returned"
 
 
 def test_direct_read_arrives_in_shared_memory(shared: SharedArena, tmp_path: Path) -> None:
@@ -348,7 +348,7 @@ def test_file_keeps_its_size_for_every_opener(shared: SharedArena, size: int) ->
             with pytest.raises(PermissionError):
                 fcntl.fcntl(writable, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
             assert os.fstat(writable).st_size == shared.size
-            assert os.pwrite(writable, b"x", 0) == 1, "but for the seals, it could be changed"
+            assert os.pwrite(writable, b"x", 0) == 1, "only the seals prevent changes"
         finally:
             os.close(writable)
 
@@ -501,7 +501,7 @@ def test_whole_chunks_are_huge_pages_for_owner_and_reader(shared: SharedArena) -
     assert seen.data_ptr() % CHUNK == 0
     assert bool((seen == 3).all())
     assert shared_bytes_in_huge_pages(seen.data_ptr()) == 2 * CHUNK
-    seen[7] = 5  # a copy of its own, of one page
+    seen[7] = 5  # makes a private copy of one page
     assert memory[7] == 3
     assert int(seen.sum()) == 3 * (memory.nbytes - 1) + 5
     reader.refresh(shared.offset_of(memory), memory.nbytes)

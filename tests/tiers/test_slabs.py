@@ -1,4 +1,4 @@
-"""Small slots share memory maps and registrations: a process has few of either."""
+"""Small slots share memory maps and registrations: a process has only few of them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_free_runs_end_with_the_range() -> None:
     runs = FreeRuns(10)
     assert runs.take(10) == 0
     runs.release(2, 3)
-    assert runs.cut(10) == 10, "what is free is not at the end"
+    assert runs.cut(10) == 10, "the free run is not at the end"
     runs.release(7, 3)
     assert (runs.cut(10), list(runs), runs.nbytes) == (7, [(2, 3)], 3)
 
@@ -126,7 +126,7 @@ def test_spare_slab_pages_yield_to_a_large_slot() -> None:
     with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
         pagemap.seek(address // PAGE * 8)
         there = sum(entry >> 63 for entry in array("Q", pagemap.read(2048 * 8)))
-    assert there == 2 * MIB // PAGE, "4 MiB and a page, but for what the large slot needed"
+    assert there == 2 * MIB // PAGE, "4 MiB and a page, less the pages that the large slot needed"
     assert bool((kept == 1).all())
     assert bool((large == 2).all())
 
@@ -256,7 +256,7 @@ def test_large_page_locked_slots_are_registered_separately(
 
 
 def sparse(arena: RegisteredArena) -> list[Slot]:
-    """One small slot in each of 64 slabs, which have all of the budget."""
+    """Make one small slot in each of 64 slabs, which use all of the budget."""
     slots = [filled(arena, PAGE, i % 251) for i in range(BUDGET // PAGE)]
     for i, slot in enumerate(slots):
         if i % 16:
@@ -273,11 +273,11 @@ def test_spare_locked_pages_yield_to_a_large_slot(
     assert locked.used() <= BUDGET
     assert arena.peak_held <= BUDGET
     unlocked = [slot for slot in kept if slot.slab is not None and slot.slab.unlocked]
-    assert 30 <= len(unlocked) < 64, "no more than are needed"
+    assert 30 <= len(unlocked) < 64, "more slabs were unlocked than needed"
     for slot in unlocked:
         assert slot.slab is not None and slot.memory is not None
         slab_memory = torch.frombuffer(slot.slab.buffer, dtype=torch.uint8)
-        assert resident_pages(slab_memory) == 1, "the rest went back to the system"
+        assert resident_pages(slab_memory) == 1, "the rest did not return to the system"
         del slab_memory
     for i, slot in enumerate(kept):
         assert slot.memory is not None
@@ -322,7 +322,7 @@ def test_slab_with_a_live_view_stays_locked(
 def test_slab_with_a_view_that_outlived_its_group_stays_locked(kept: bool, disk_dir: Path) -> None:
     """Fill two slabs, and hold a view.
 
-    One slab has sixteen groups, another four, and all but 896 KiB is a large one's. Without a view,
+    One slab has sixteen groups, another four; a large group has all but 896 KiB. Without a view,
     a group of 936 KiB gets the spare pages of the second slab.
     """
     with TierStore(4 * MIB, disk_dir, device=ACCELERATOR, device_budget=4 * MIB) as store:
@@ -371,7 +371,7 @@ def test_slab_is_unlocked_after_the_work_of_its_slots(
 
 @pytest.mark.pretend_only("counts")
 def test_small_groups_move_while_slabs_are_unlocked(late_pretend: Any, disk_dir: Path) -> None:
-    """Small groups come and go on the device while large ones need the pages of their slabs."""
+    """Small groups are added and removed on the device while large ones need their slabs' pages."""
     late_pretend.reset_counters()
     rng, ram, device_ram = random.Random(1), 4 * MIB, MIB
     with TierStore(ram, disk_dir, device=ACCELERATOR, device_budget=device_ram) as store:

@@ -1,4 +1,4 @@
-"""Room for what need not survive: never given to two, used again, given back when it is dear."""
+"""Space for groups that need not survive: never shared, reused, and freed when it is scarce."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from tierstore.tiers.workers import Workers
 
 
 def filled(nbytes: int, seed: int = 0) -> memoryview:
-    """Page-aligned memory, whole pages of it, with some bytes in it."""
+    """Return page-aligned memory, in whole pages, with random content."""
     data = room(nbytes)
     data[:] = content(len(data), seed)
     return data
 
 
 class SpillMachine(RuleBasedStateMachine):
-    """Saves, reads and gives back; a dict of what lies where is the model."""
+    """Saves, reads and releases; the model is a dict of the bytes at each offset."""
 
     kind: type[Spill] = Spill
 
@@ -55,7 +55,7 @@ class SpillMachine(RuleBasedStateMachine):
         self.system = ExitStack()
         if not reserves:
             self.system.enter_context(system_call("posix_fallocate", fails_with=errno.EOPNOTSUPP))
-        assert os.listdir(self.directory) == [], "it has a name"
+        assert os.listdir(self.directory) == [], "the file has a name"
         self.live: dict[int, bytes] = {}
 
     @rule(npages=st.integers(1, 5), seed=st.integers(0, 99))
@@ -100,7 +100,7 @@ class SpillMachine(RuleBasedStateMachine):
         used = sum(len(data) for data in self.live.values())
         assert last == used + sum(room for _, room in free)
         end = max((offset + len(data) for offset, data in self.live.items()), default=0)
-        assert last == end, "room behind the last group counts as used"
+        assert last == end, "space behind the last group counts as used"
         assert os.stat(self.spill.path).st_size >= end
 
     def teardown(self) -> None:
@@ -278,15 +278,15 @@ def test_writes_bypass_the_page_cache(tmp_path: Path) -> None:
     with system_call("pwrite", answer=note):
         spill.save(filled(4 * PAGE))
         assert direct == [True]
-        spill.write(memoryview(bytes(3 * PAGE))[5 : PAGE + 5], 0)  # no page-aligned memory
+        spill.write(memoryview(bytes(3 * PAGE))[5 : PAGE + 5], 0)  # not page-aligned
         assert direct == [True, True, False]
         spill.save(filled(PAGE))
-    assert direct == [True, True, False, False], "it is never asked again"
+    assert direct == [True, True, False, False], "direct writes were tried again"
     spill.close()
 
 
 def use_in_turns(spill: Spill, seed: int) -> list[int]:
-    """Save, read and give back, a few groups at a time. Returns which of them came back wrong."""
+    """Save, read and release, a few groups at a time. Returns those that were read wrong."""
     rng = random.Random(seed)
     held: list[tuple[int, int, int]] = []
     wrong = []

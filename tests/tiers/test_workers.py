@@ -1,4 +1,4 @@
-"""Jobs by priority and age, and one job that several threads do together."""
+"""Jobs by priority and age, and one job that several threads share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_urgent_jobs_go_first_then_the_oldest(workers: Callable[[int], Workers])
 
 
 def test_parts_of_an_older_job_go_before_newer_jobs(workers: Callable[[int], Workers]) -> None:
-    """Four groups that are read at once arrive late, all of them."""
+    """Otherwise four groups that are read at once would all arrive late."""
     two = workers(2)
     gates = [Gate(), Gate()]
     for gate in gates:
@@ -51,7 +51,7 @@ def test_parts_of_an_older_job_go_before_newer_jobs(workers: Callable[[int], Wor
 
     def part(name: str) -> Callable[[], None]:
         def run() -> None:
-            begun.set()  # from here on the helper is in the queue
+            begun.set()  # now the helper is in the queue
             met.wait(30)  # the thread that began the job, and the helper
             order.append(name)
 
@@ -63,7 +63,7 @@ def test_parts_of_an_older_job_go_before_newer_jobs(workers: Callable[[int], Wor
     two.submit(EARLY, done.set)
     gates[0].open()
     assert begun.wait(30)
-    gates[1].open()  # only now is there a second thread, which has the choice
+    gates[1].open()  # only now is a second thread free to choose
     assert done.wait(30)
     assert over.wait(30)
     assert order.index("newer") >= 3, "a newer job came before the helper"
@@ -75,7 +75,7 @@ def test_parts_are_done_by_all_free_threads(workers: Callable[[int], Workers]) -
     met, threads = threading.Barrier(3), set()
 
     def part() -> None:
-        met.wait(30)  # three at once, or none
+        met.wait(30)  # three at once, or it times out
         threads.add(threading.current_thread().name)
 
     done = threading.Event()

@@ -1,4 +1,4 @@
-"""Training, plain and on a store, in the same few lines; and what has to be equal afterwards."""
+"""Training, plain and on a store, in the same few lines; and the results that must be equal."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def states_per_parameter(optimizer_class: type[torch.optim.Optimizer], **options
 def full_state_bytes(
     module: nn.Module, optimizer_class: type[torch.optim.Optimizer], **options: Any
 ) -> int:
-    """Bytes of the parameters, their gradients, and the optimizer's states."""
+    """Return the bytes of the parameters, their gradients, and the optimizer's states."""
     states = states_per_parameter(optimizer_class, **options)
     return parameter_bytes(module) + (1 + states) * parameter_bytes(module, trained=True)
 
@@ -92,7 +92,7 @@ def offloaded(
     options: dict[str, Any] | None = None,
     **how: Any,
 ) -> tuple[OffloadModel, OffloadOptimizer]:
-    """A module in training on a store, and its optimizer. AdamW's options are `ADAMW`."""
+    """Put a module in training on a store, with its optimizer. AdamW's options are `ADAMW`."""
     model = OffloadModel(module, store, **how)
     if options is None:
         options = ADAMW
@@ -103,7 +103,7 @@ def offloaded(
 
 
 def clip(model: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
-    """Clip the gradients of all parameters, with the optimizer's own way if it has one."""
+    """Clip the gradients of all parameters, by the optimizer's own method if it has one."""
     if isinstance(optimizer, OffloadOptimizer):
         return optimizer.clip_grad_norm_(max_norm)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -144,7 +144,7 @@ def train(
 
 @dataclass(frozen=True)
 class Trained:
-    """Everything that training leaves, in plain form: what equal runs have equal."""
+    """The complete result of a training, in plain form: equal runs have equal results."""
 
     found: list[torch.Tensor]
     parameters: dict[str, torch.Tensor]
@@ -171,7 +171,7 @@ class Trained:
         )
 
     def assert_same_as(self, expected: Trained, device: str = "cpu") -> None:
-        """Bit for bit, unless it was computed on a `device` and the other on the CPU."""
+        """Compare bit for bit, unless this was computed on a `device` and the other on the CPU."""
         assert_same(self.found, expected.found, "losses", device=device)
         assert_same(self.buffers, expected.buffers, "buffers", device=device)
         assert_same(self.gradients, expected.gradients, "gradients", device=device)
@@ -180,7 +180,7 @@ class Trained:
 
 
 def copied(value: Any) -> Any:
-    """A copy of nested dicts and lists, with copies of the tensors in them."""
+    """Return a copy of nested dicts and lists, with copies of their tensors."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, dict):
@@ -195,7 +195,7 @@ def copied(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Moved:
-    """The bytes that must move between RAM and disk in one step, of a full state that does not fit.
+    """The bytes that one step must move between RAM and disk, if the full state does not fit.
 
     While an optimizer steps, it needs every parameter, gradient and state, of which at most the
     budget is in RAM when it begins: the rest must be read. It changes the parameters and the
@@ -215,7 +215,7 @@ class Moved:
 
 
 class Traffic:
-    """Counts what a store moves from now on."""
+    """Counts the bytes that a store moves from now on."""
 
     def __init__(self, store: TierStore) -> None:
         self.store = store
@@ -241,7 +241,7 @@ class Traffic:
 
 
 def assert_within_budgets(store: TierStore) -> None:
-    """No tier ever took more than it may."""
+    """Check that no tier ever exceeded its budget."""
     stats = store.stats()
     for tier, budget in stats.budget_bytes.items():
         if budget is not None:
@@ -256,7 +256,7 @@ def assert_nothing_is_leased(model: OffloadModel, *, but: str = "-") -> None:
     store = model.store
     pause = threading.Event()
     for _ in range(100):
-        gc.collect()  # an error holds the frames of its backward until another thread lets it go
+        gc.collect()  # an error holds the frames of its backward until another thread drops it
         model.flush()
         found = [key for key in held(store) if not key.startswith(but)]
         if not found:
@@ -303,7 +303,7 @@ def held(store: TierStore) -> list[str]:
 # Comparing ----------------------------------------------------------------------------------------
 
 Scenario = Callable[[Any, Any, str], list[torch.Tensor] | None]
-"""Does something with a model and an optimizer on a device, and returns what it found."""
+"""Uses a model and an optimizer on a device, and returns its results."""
 Grouping = Callable[[nn.Module], Any]
 """Returns the first argument of an optimizer for a model."""
 
@@ -328,7 +328,7 @@ class Needs:
         self.changed.append(_with_states(optimizer))
 
     def above(self, budget: int) -> Moved:
-        """The least bytes that all steps together must have moved."""
+        """Return the fewest bytes that all steps together must have moved."""
         return Moved(
             sum(max(nbytes - budget, 0) for nbytes in self.needed),
             sum(max(nbytes - budget, 0) for nbytes in self.changed),
@@ -441,12 +441,12 @@ Pair = tuple[tuple[str, Any], tuple[str, Any]]
 
 
 def pairs_of(case: TrainingCase) -> set[Pair]:
-    """Any two choices that meet in this case."""
+    """Return all pairs of choices that meet in this case."""
     return set(itertools.combinations(((name, getattr(case, name)) for name in CHOICES), 2))
 
 
 def pairwise() -> list[TrainingCase]:
-    """A few cases in which every choice meets every other one."""
+    """Return a few cases in which every choice meets every other one."""
     every = [TrainingCase(*values) for values in itertools.product(*CHOICES.values())]
     missing = {case: pairs_of(case) for case in every}
     found: list[TrainingCase] = []
@@ -459,7 +459,7 @@ def pairwise() -> list[TrainingCase]:
 
 
 def needs(case: TrainingCase) -> tuple[pytest.MarkDecorator, ...]:
-    """A device draws other random numbers than the CPU, which the case is compared with."""
+    """A device draws other random numbers than the CPU, whose results are the reference."""
     if case.device == "cpu":
         return ()
     drawn = "dropout" in case.kind

@@ -51,7 +51,7 @@ def save_ours(path: Path, model: Any, optimizer: Any, extra: dict[str, Any]) -> 
 
 
 def save_plainly(path: Path, model: Any, optimizer: Any, extra: dict[str, Any]) -> None:
-    """The control: over the last one."""
+    """The control: save over the last one."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "extra": extra}
     torch.save(state, path)
 
@@ -73,7 +73,7 @@ WAYS: dict[str, tuple[Callable[..., None], Callable[..., Any]]] = {
 
 
 def build() -> nn.Module:
-    """The same model every time, with dropout. What it draws depends on the steps before."""
+    """Build the same model every time, with dropout, which depends on the steps before."""
     torch.manual_seed(0)
     layers = [(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Dropout(0.2)) for _ in range(LAYERS)]
     return nn.Sequential(*itertools.chain.from_iterable(layers))
@@ -93,7 +93,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
 
 
 def uninterrupted(target: Path) -> None:
-    """All steps of a plain model and AdamW, without a store. Writes down what they leave."""
+    """Run all steps of a plain model and AdamW, without a store. Saves the final values."""
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     losses = [step_once(step, model, optimizer) for step in range(STEPS)]
@@ -249,7 +249,7 @@ def done_in_a_child(do: Callable[[Tell], None]) -> tuple[int, list[Any]]:
 
 
 def crash(place: Path, way: str, expected: Path, killer: Killer) -> Crash:
-    """Train, be killed, go on."""
+    """Train, get killed, resume."""
     place.mkdir()
     found = Crash(killer.only_saves)
     code, told = done_in_a_child(lambda tell: train(place, way, killer, tell))
@@ -274,7 +274,7 @@ def main(told: dict[str, Any]) -> None:
     for way, points in told["points"].items():
         chosen = random.Random(way)
         counted = {}
-        for only_saves in (False, True):  # there, other threads do not count
+        for only_saves in (False, True):  # in saves, other threads are not counted
             counter = Killer(way, None, only_saves)
             (root / f"{way} {only_saves}").mkdir()
             code, said = done_in_a_child(

@@ -2,10 +2,10 @@
 
     python -m tests.training.limited HOW DISK_DIR
 
-HOW is `store`, `plain`, or `unlimited`: plain, without the limit. The limit counts from when
-everything is imported and there is neither a store nor a model, so that the store's threads and all
-first-time costs are limited too. The module's values lie in a file from the start, as those of a
-checkpoint do, in shared maps that are no process's private memory. Prints a JSON line.
+HOW is `store`, `plain`, or `unlimited`: plain, without the limit. The limit counts from the moment
+when everything is imported and neither a store nor a model exists, so that the store's threads and
+all first-time costs are limited too. The module's values lie in a file from the start, like those
+of a checkpoint, in shared maps, which are no process's private memory. Prints a JSON line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tierstore.adapters.training import OffloadModel, OffloadOptimizer
 HEADROOM = 300 * MIB
 BUDGET = 96 * MIB
 WIDTH = 1024
-LAYERS = 72  # of 4 MiB: 302 MB of parameters, and four times as much of state
+LAYERS = 72  # of 4 MiB: 302 MB of parameters, and four times that of state
 BATCH = 8
 STEPS = 2
 PARAMETERS = 4 * LAYERS * WIDTH * WIDTH
@@ -36,7 +36,7 @@ COPIES = 4
 
 
 class Layer(nn.Module):
-    """One matrix, in a file."""
+    """A layer with one matrix, in a file."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Layer(nn.Module):
 
 
 def build(directory: Path) -> nn.Module:
-    """The module, made layer by layer."""
+    """Build the module, layer by layer."""
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(0)
     layers = []
@@ -60,7 +60,7 @@ def build(directory: Path) -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: Any) -> list[str]:
-    """The losses, to the last bit, and a checksum of the parameters after the last step."""
+    """Return the exact losses, and a checksum of the parameters after the last step."""
     told = []
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(1 + step)

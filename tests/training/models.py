@@ -1,4 +1,4 @@
-"""Small models of every sort that is trained, each with batches and a loss.
+"""Small models of every kind that is trained, each with batches and a loss.
 
 A kind is a name in `KINDS`; `build(kind)` makes the same model each time, and `batch(kind, number)`
 the same batch. Weights are small, but too many to fit in a fifth of the state.
@@ -32,7 +32,7 @@ class Batch:
     target: torch.Tensor
 
     def to(self, device: str) -> Batch:
-        """The same, elsewhere."""
+        """Return the same batch on another device."""
         return tree_to(self, device)
 
 
@@ -63,7 +63,7 @@ class Mlp(nn.Module):
 
 
 class Residual(nn.Module):
-    """A block of a ResNet: BatchNorm, ReLU in place, and a way around."""
+    """A block of a ResNet: BatchNorm, ReLU in place, and a residual connection."""
 
     def __init__(self, given: int, made: int, stride: int) -> None:
         super().__init__()
@@ -253,17 +253,17 @@ KINDS: dict[str, Kind] = {
 
 
 def build(kind: str, seed: int = 0) -> Any:
-    """A model in training mode, on the CPU, in float32. The same seed gives the same weights."""
+    """Build a model in training mode, on the CPU, in float32. A seed determines its weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return KINDS[kind].build().train()
 
 
 def batch(kind: str, number: int = 0) -> Batch:
-    """One of its batches, on the CPU."""
+    """Return one of its batches, on the CPU."""
     return KINDS[kind].batch(torch.Generator().manual_seed(1000 + number))
 
 
 def loss(kind: str, model: Any, given: Batch) -> torch.Tensor:
-    """The loss of one forward."""
+    """Return the loss of one forward."""
     return KINDS[kind].loss(model(*given.args, **given.kwargs), given.target)

@@ -1,10 +1,10 @@
-"""A process that trains on a store with little RAM, saves, and loads; and what memory that takes.
+"""Train on a store with little RAM, save, and load; print the memory that this takes.
 
     python -m tests.training.saving_limited HOW PLACE
 
 HOW is `streaming`, or `copying`: the control, which copies the state before it saves it. Prints a
-line of JSON. The memory that counts is anonymous: a map of a file is the page cache's. Each is done
-once with a small model before, so that code that is loaded late is no part of what is measured.
+line of JSON. Only anonymous memory counts: a map of a file belongs to the page cache. Each step is
+first run with a small model, so that lazily loaded code is not measured.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tools.bench.anonymous import AnonymousPeak
 MIB = 1 << 20
 WIDTH, LAYERS = 1024, 16
 GROUP = 4 * WIDTH * (WIDTH + 1)
-"""Bytes of a group of weights: larger tensors than groups should have, with a budget this small."""
+"""Bytes of a group of weights: tensors too large for groups under so small a budget."""
 NBYTES = 4 * WIDTH * WIDTH * LAYERS  # 67 MB of weights
 STATE_BYTES = 2 * NBYTES
 BUDGET = 24 * MIB

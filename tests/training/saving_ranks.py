@@ -1,12 +1,12 @@
-"""Trainings on 1 to 4 ranks that save, and go on from what any other number of ranks has saved.
+"""Trainings on 1 to 4 ranks that save, and resume from saves of any other number of ranks.
 
     python -m tests.training.saving_ranks PLACE
 
-Four processes are forked, which meet as the ranks of one group after another. With FSDP2, each of 1
-to 4 ranks train and save, by `torch.distributed.checkpoint` alone and by `save_training`; one
-process does the same on a store, and one without anything. Then each number of ranks loads each of
-these checkpoints, in each of the two ways. Prints a line of JSON for each load: who saved, how it
-was loaded, by how many, and whether all of the state, put together, is what was saved.
+Four processes are forked, and form one process group after another. With FSDP2, each group of 1 to
+4 ranks trains and saves, by `torch.distributed.checkpoint` alone and by `save_training`; one
+process does the same on a store, and one plainly. Then each number of ranks loads each of these
+checkpoints, in both ways. Prints a line of JSON for each load: the ranks that saved, the way it was
+loaded, the number of ranks that loaded, and whether the combined state equals the saved one.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
 
 
 def whole_state(pair: Pair) -> dict[str, Any]:
-    """Everything, on every rank, by the names that torch gives it."""
+    """Return the whole state, on every rank, by the names that torch gives it."""
     found = {f"{of}.{name}": v for of, each in by_name(*pair).items() for name, v in each.items()}
     return {
         name: value.full_tensor() if isinstance(value, DTensor) else value
@@ -147,7 +147,7 @@ def load(how: str, path: Path, pair: Pair) -> Any:
 
 
 def without_a_group(place: Path, tell: Tell) -> None:
-    """Save what one process has, and load on a store and without one what others have saved."""
+    """Save the state of one process; load saves of others, with and without a store."""
     pair = alone(0)
     steps(*pair)
     torch.save(whole_state(pair), place / "alone by torch.pt")
@@ -251,13 +251,13 @@ def fail_together(rank: int, place: Path, tell: Tell) -> None:
     whole, damaged = place / "2 by tierstore", place / "damaged"
     if rank == 0:
         shutil.copytree(whole, damaged)
-        flip_bit(damaged / "__1_0.distcp", 1000, 3)  # which one rank looks at
+        flip_bit(damaged / "__1_0.distcp", 1000, 3)  # which only one rank reads
     dist.barrier()
     wrong = outcome(lambda: load_training(damaged, *pair))
     tell("damaged", wrong, rank, same(whole_state(pair), before))
     with largest_file(1000) if rank == 1 else nullcontext():
         wrong = outcome(lambda: save_training(whole, *pair))
-    dist.barrier()  # the first rank tidies up
+    dist.barrier()  # the first rank cleans up
     left = sorted(each.name for each in whole.iterdir())
     load_training(whole, *pair)
     right = same(whole_state(pair), torch.load(place / "2 by tierstore.pt"))
@@ -274,7 +274,7 @@ def outcome(do: Callable[[], Any]) -> str:
 
 @contextmanager
 def group(meeting: Path, rank: int, world: int) -> Iterator[bool]:
-    """The first ranks are one group. Whether this is one of them."""
+    """Make the first ranks one group. Yields whether this rank belongs to it."""
     if rank >= world:
         yield False
         return

@@ -1,4 +1,4 @@
-"""Gradients that are added to those that are stored: by the device, beside its other work."""
+"""Gradients that are added to stored ones: by the device, in parallel with its other work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gradients(model: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.pretend_only("late")
 def test_gradient_accumulation_never_blocks_the_device(disk_dir: Path) -> None:
-    """It does nothing before somebody waits for it: so it has not even begun."""
+    """The device runs nothing before a caller waits for it: so it has not even begun."""
     model = build()
     with store_for(1 << 22, disk_dir, ACCELERATOR, share=4.0) as store:
         offloaded = OffloadModel(model, store, num_slices=1)
@@ -62,7 +62,7 @@ def test_gradient_accumulation_never_blocks_the_device(disk_dir: Path) -> None:
 
 @needs_accelerator
 def test_gradients_on_cpu_and_device_add_up(disk_dir: Path) -> None:
-    """Somebody gives one by hand in between."""
+    """One gradient is assigned by hand in between."""
     plain, model = build(), build()
     with store_for(1 << 22, disk_dir, ACCELERATOR, share=4.0) as store:
         offloaded = OffloadModel(model, store, num_slices=1)
@@ -89,14 +89,14 @@ def test_weight_used_twice_accumulates_its_gradient(disk_dir: Path) -> None:
     run(plain)
     with store_for(1 << 22, disk_dir, ACCELERATOR, share=4.0) as store:
         run(OffloadModel(tied, store))
-        for name, gradient in gradients(tied).items():  # added in another order
+        for name, gradient in gradients(tied).items():  # summed in another order
             torch.testing.assert_close(gradient, gradients(plain)[name])
 
 
 @pytest.mark.pretend_only("counts")
 @pytest.mark.parametrize("share", [4.0, 0.5])
 def test_gradient_transfers_are_counted(disk_dir: Path, share: float) -> None:
-    """Each pass moves all of them to the host; to add to them, what is stored goes up before."""
+    """Each pass moves all gradients to the host; stored ones are loaded first, to add to them."""
     model = build()
     nbytes = sum(parameter.nbytes for parameter in model.parameters())
     with store_for(nbytes, disk_dir, ACCELERATOR, share=share) as store:
@@ -139,6 +139,6 @@ def test_streaming_gradient_is_leased_once_per_phase(disk_dir: Path) -> None:
             loss = trained(x).sum()
             backward = leases_by_key(loss.backward)
             step = leases_by_key(optimizer.step)
-        assert len(backward) >= 10, "gradients that do not stream show nothing"
+        assert len(backward) >= 10, "gradients that do not stream prove nothing"
         assert set(backward.values()) == {1} and step == backward
         trained.disable()

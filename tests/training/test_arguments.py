@@ -1,4 +1,4 @@
-"""Arguments that cannot be are refused, with words that say what to do. Refusals change nothing."""
+"""Invalid arguments raise with advice, and change nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def store(disk_dir: Path) -> Iterator[TierStore]:
 
 
 def assert_untouched(module: nn.Module, store: TierStore) -> None:
-    """As it was built, and it can be trained: on this store, and without."""
+    """Check that it is unchanged, and can be trained: on this store, and without."""
     built = models.build("small")
     assert not [key for key in store if key.startswith("training/")]
     for found, expected in zip(module.parameters(), built.parameters(), strict=True):
@@ -213,7 +213,7 @@ def test_backward_error_of_a_dispatched_model_tells_how_to_train(store: TierStor
 def test_small_ram_budget_logs_a_warning_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The budget that the warning names is enough: then nothing is logged."""
+    """The budget that the warning names suffices: then nothing is logged."""
 
     def warnings(budget: str) -> list[str]:
         caplog.clear()
@@ -338,7 +338,7 @@ def test_parameter_larger_than_a_budget_raises(what: str, disk_dir: Path) -> Non
 
 
 def test_cpu_parameter_larger_than_the_budget_is_accepted(disk_dir: Path) -> None:
-    """It is used where it lies on disk."""
+    """It is used in its place on disk."""
     plain = models.build("small")
     by_itself = AdamW(plain.parameters(), **ADAMW)
     wanted = train("small", plain, by_itself, 2)

@@ -1,4 +1,4 @@
-"""Training under autocast: of what it casts of weights, nothing waits for the backward pass."""
+"""Training under autocast: no cast of a weight is kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CAST = WIDTH * WIDTH * 2
 
 
 class Looked(nn.Module):
-    """Weights that are looked at in several ways: transposed, in part, cast by hand, twice."""
+    """Uses a weight in several ways: transposed, in part, cast by hand, twice."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -100,11 +100,11 @@ def test_casts_are_repeated_in_backward(how: str, plain: dict[str, Any], disk_di
             loss.backward()
         assert_same(gradients(model), plain)
         assert store.stats().bytes_read > 0
-    if how == "changed":  # no cast of the weight any more: it stays
+    if how == "changed":  # no longer a cast of the weight: it stays
         assert after_forward == (LAYERS - 1) * CAST  # the first layer's input needs no gradient
         return
     assert after_forward == 0
-    assert casts.peak <= 4 * CAST, "one or two, and gradients of them"
+    assert casts.peak <= 4 * CAST, "more than two casts and their gradients"
     assert casts.total > LAYERS * CAST
 
 
@@ -139,10 +139,10 @@ def test_weight_changed_before_backward_raises(disk_dir: Path) -> None:
 
 
 @pytest.mark.pretend_only("kernels")
-@pytest.mark.full("builds kernels of their own; casts are counted on the CPU above")
+@pytest.mark.full("builds extra kernels; casts are counted on the CPU above")
 @pytest.mark.parametrize("layers", [12, 36])
 def test_device_holds_no_casts_between_passes(layers: int, disk_dir: Path) -> None:
-    """Two of four slices, and of each layer, what comes out of it in both precisions."""
+    """It holds two of four slices, and each layer's output in both precisions."""
     autocast.load()
     model = Stack("linear", layers)
     weights = parameter_bytes(model)
@@ -156,7 +156,7 @@ def test_device_holds_no_casts_between_passes(layers: int, disk_dir: Path) -> No
         torch.accelerator.synchronize(ACCELERATOR)
         held = pretend.memory_allocated() - before
         activations = (layers + 1) * 2 * x.nbytes
-        assert layers * CAST > 4 * activations, "that could be casts"
+        assert layers * CAST > 4 * activations, "the bound would allow casts"
         assert held <= weights // 2 + activations
         loss.backward()
         assert store.stats().bytes_onloaded > weights

@@ -1,7 +1,7 @@
-"""A training is killed wherever it is, and goes on from what it had saved as if nothing had been.
+"""A training is killed at any point, and resumes from its last save as if nothing had happened.
 
-The trainings are those of `crashing.py`. Nothing here waits for a moment: a process kills itself at
-a chosen event, in the middle of saves more often than not.
+The trainings are those of `crashing.py`. Nothing here is timed: a process kills itself at a chosen
+event, more often than not in the middle of a save.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def test_killed_training_resumes_bit_exactly_from_last_save(
 
     for crash in found:
         assert not crash.error, crash
-        # The save that it was killed in may have been through already.
+        # The save in which it was killed may have been complete.
         assert crash.found in (crash.saved, crash.saved + 1), crash
-        assert crash.names == whole, crash  # nothing is left of the killed one's save
+        assert crash.names == whole, crash  # the killed save left nothing
     killed = [crash for crash in found if crash.killed]
     assert len(killed) >= 0.9 * len(found)  # threads differ: a few events fewer than were counted
-    # Crashes of all sorts were among them: in a save, just after it, and with others saved before.
+    # They include crashes in a save, just after one, and with earlier saves present.
     assert any(name.startswith(".saving-") for crash in killed for name in crash.left or ())
     assert any((crash.left or []).count("__0.distcp") == 2 for crash in killed)
     assert any(crash.found == crash.saved + 1 for crash in killed)

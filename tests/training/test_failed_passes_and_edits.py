@@ -91,7 +91,7 @@ def test_zero_grad_discards_a_failed_batch(
 
 
 class Counting(torch.optim.Optimizer):
-    """Counts its steps in its groups, in a number and in a tensor."""
+    """Counts steps in its parameter groups, in a number and in a tensor."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr, "step": 0, "weight": 0.0, "seen": []})
@@ -115,7 +115,7 @@ def counters() -> dict[str, Any]:
 
 
 def in_three_groups(model: Any) -> list[dict[str, Any]]:
-    """The first two meet in the same layers; the third never has a gradient."""
+    """The first two groups share layers; the third never has a gradient."""
     *others, last = model.parameters()
     return [
         {"params": others[::2], "lr": 1e-2, **counters()},
@@ -132,7 +132,7 @@ def test_param_group_counts_steps_and_not_tiles(device: str, disk_dir: Path) -> 
             if number < 3:
                 loss_of(model, number, device).backward()
             list(model.parameters())[-1].grad = None
-            optimizer.step()  # the last one without any gradient at all
+            optimizer.step()  # the last step has no gradient at all
             optimizer.zero_grad()
             for group in optimizer.param_groups:
                 found += [torch.tensor(group["step"]), group["weight"].clone()]
@@ -167,7 +167,7 @@ def test_param_group_removed_is_left_unchanged(disk_dir: Path) -> None:
 
 
 class Summing(torch.optim.Optimizer):
-    """Takes a rate from the sum of all gradients."""
+    """Derives a rate from the sum of all gradients."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"total": 0.0})

@@ -1,7 +1,7 @@
-"""The faults of FairScale's `OffloadModel`, each as a test in which ours is right.
+"""The faults of FairScale's `OffloadModel`, each as a test that tierstore's passes.
 
-`Exhibit` reproduces in a few lines FairScale's code (fairscale/experimental/nn/offload.py, version
-0.4.13), fault by fault. It is the control: the tests reject it.
+`Exhibit` reproduces FairScale's code (fairscale/experimental/nn/offload.py, version 0.4.13) in a
+few lines, fault by fault. It is the control: the tests reject it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Run = Callable[..., torch.Tensor]
 
 
 def layers(*between: Callable[[], nn.Module], last: int = WIDTH) -> nn.Sequential:
-    """Linear layers, something between them, and a last one of another width."""
+    """Return linear layers with modules between them, and a last one of another width."""
     torch.manual_seed(0)
     parts: list[nn.Module] = []
     for _ in range(LAYERS):
@@ -50,7 +50,7 @@ def layers(*between: Callable[[], nn.Module], last: int = WIDTH) -> nn.Sequentia
 
 
 class Mixer(nn.Module):
-    """A block with two inputs, and an option that changes everything."""
+    """A block with two inputs, and an option that changes its result."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Mixer(nn.Module):
 
 
 class TwoInputs(nn.Module):
-    """Such blocks, in a list."""
+    """A list of such blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def passes(
 
 
 def different(found: Found, expected: Found) -> list[str]:
-    """The names of what is not equal to the last bit."""
+    """Return the names of values that are not bitwise equal."""
     assert found.keys() == expected.keys()
     return [name for name in found if not torch.equal(found[name], expected[name])]
 
@@ -125,7 +125,7 @@ def different(found: Found, expected: Found) -> list[str]:
 def offloaded(
     model: nn.Module, place: Path, device: str, *, recompute: bool = True, **options: Any
 ) -> Iterator[OffloadModel]:
-    """In a store that holds less than the parameters: bytes must move."""
+    """Put the model on a store that holds less than its parameters; check that bytes moved."""
     weights = parameter_bytes(model)
     with TierStore(max(weights // 2, 32 * PAGE), place, device=device) as store:
         options = {"num_slices": SLICES, "checkpoint_activation": recompute, **options}
@@ -135,12 +135,12 @@ def offloaded(
         if device == "cpu":
             assert stats.bytes_read + stats.bytes_written > weights // 2, "nothing moved"
         else:
-            assert stats.bytes_onloaded >= weights, "nothing came to the device"
+            assert stats.bytes_onloaded >= weights, "nothing moved to the device"
         offloaded.disable()
 
 
 class Exhibit(nn.Module):
-    """A sequence of slices, computed again in the backward pass as FairScale's are."""
+    """A sequence of slices that the backward recomputes as FairScale does."""
 
     def __init__(self, model: nn.Sequential, *, drops_last_dimension: bool = False) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Exhibit(nn.Module):
         self.drops_last_dimension = drops_last_dimension
 
     def forward(self, *inputs: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Other inputs than the first, and options, get lost."""
+        """Inputs after the first, and options, are lost."""
         way_back = torch.zeros(1, requires_grad=True)
         output: torch.Tensor = _Slices.apply(inputs[0], way_back, self)
         return output
@@ -209,7 +209,7 @@ def test_shared_rng_state_changes_dropout_in_recompute() -> None:
     plain, model = with_dropout(), with_dropout()
     wrong = different(passes(model, Exhibit(model), "cpu"), passes(plain, plain, "cpu"))
     assert any(name.endswith(".grad") for name in wrong)
-    plain, model = layers(nn.GELU), layers(nn.GELU)  # but for that, the exhibit is right
+    plain, model = layers(nn.GELU), layers(nn.GELU)  # otherwise, the exhibit is right
     assert different(passes(model, Exhibit(model), "cpu"), passes(plain, plain, "cpu")) == []
 
 
@@ -260,7 +260,7 @@ def test_several_inputs_and_options_arrive(recompute: bool, device: str, disk_di
     for scale in (1.0, 0.3):
         plain = TwoInputs().to(device)
         expected[scale] = passes(plain, run_with(plain, scale), device)
-    assert different(expected[1.0], expected[0.3]), "the option does nothing"
+    assert different(expected[1.0], expected[0.3]), "the option changes nothing"
     for scale, wanted in expected.items():
         place = disk_dir / str(scale)
         with offloaded(TwoInputs(), place, device, recompute=recompute) as model:
@@ -268,7 +268,7 @@ def test_several_inputs_and_options_arrive(recompute: bool, device: str, disk_di
 
 
 def test_lost_options_would_go_unnoticed() -> None:
-    """The control: it neither heeds nor refuses them."""
+    """The control: it ignores them instead of raising."""
     run = Exhibit(layers(nn.Tanh))
     assert torch.equal(run(batch()), run(batch(), batch(2), scale=3.0))
 
@@ -361,7 +361,7 @@ def on_device() -> int:
 
 
 class Swapping:
-    """Has the parameters of a module on the device while it runs, by giving them other data."""
+    """Moves a module's parameters to the device while it runs, by replacing their data."""
 
     def __init__(self, module: nn.Module) -> None:
         self.homes = {p: p.data for p in module.parameters()}
@@ -378,7 +378,7 @@ class Swapping:
 
 
 class Returning(Swapping):
-    """And copies them back, changed or not, as `module.to("cpu")` does."""
+    """Copies them back, changed or not, as `module.to("cpu")` does."""
 
     def send_back(self, module: nn.Module, args: Any, output: Any) -> None:
         for parameter in module.parameters():
@@ -386,7 +386,7 @@ class Returning(Swapping):
 
 
 def kept_by_a_graph(run: Run) -> int:
-    """The bytes that stay on the device from the forward to the backward pass."""
+    """Return the bytes that stay on the device from the forward to the backward pass."""
     before, given = on_device(), batch().to(ACCELERATOR)
     output = run(given)
     kept = on_device() - before
@@ -409,7 +409,7 @@ def test_graph_keeps_no_weights_on_the_device(disk_dir: Path) -> None:
     with offloaded(layers(nn.GELU), disk_dir, ACCELERATOR, recompute=False) as model:
         two = sorted(slice_.nbytes for slice_ in model.slices)[-2:]
         pages = PAGE * sum(len(slice_.groups) for slice_ in model.slices)
-        assert sum(two) + pages < weights, "two slices are nearly all"
+        assert sum(two) + pages < weights, "two slices are nearly the whole model"
         assert kept_by_a_graph(model) <= sum(two) + pages + activations
         loss_of(model(batch())).backward()
 
@@ -441,5 +441,5 @@ def test_unchanged_weights_are_never_copied_back(disk_dir: Path) -> None:
             del loss
             assert copied_back(optimizer.step) == 0
             optimizer.zero_grad()
-            assert pretend.copied("h2d") - loaded >= 2 * gradients, "nothing came to the device"
-        assert model.store.stats().bytes_offloaded == 2 * gradients, "the gradients, and no more"
+            assert pretend.copied("h2d") - loaded >= 2 * gradients, "no gradient was loaded"
+        assert model.store.stats().bytes_offloaded == 2 * gradients, "only gradients move"

@@ -1,4 +1,4 @@
-"""A frozen base in training: read in place, never written, and read no oftener than necessary.
+"""A frozen base in training: read in place, never written, and read no more often than necessary.
 
 A weight that is unfrozen is trained as if it had never been frozen.
 """
@@ -27,7 +27,7 @@ COPIES = 4  # of a trained parameter: its value, its gradient, and two states of
 
 
 class Block(nn.Module):
-    """Uses its parts in another order than it has them, as transformers do."""
+    """Uses its parts in another order than it registers them, as transformers do."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 
 def loaded(directory: Path, model: nn.Module, *, frozen: bool = True) -> Any:
-    """A copy of a model from a checkpoint. Frozen are all but the head and the first norm."""
+    """Load a copy of a model from a checkpoint. All but the head and the first norm are frozen."""
     path = directory / "model.safetensors"
     if not path.exists():
         directory.mkdir(parents=True, exist_ok=True)
@@ -117,7 +117,7 @@ def test_frozen_base_is_read_and_never_written(
 ) -> None:
     plain, ours = (loaded(tmp_path / "checkpoint", build()) for _ in range(2))
     budget = int(0.4 * parameter_bytes(plain))
-    assert COPIES * trained_bytes(plain) < budget / 2, "what is trained has room"
+    assert COPIES * trained_bytes(plain) < budget / 2, "the trained state does not fit"
     losses = train(plain, plainly(plain), "cpu")
     with opened(tmp_path / "store", budget, device) as store:
         model = OffloadModel(ours, store, checkpoint_activation=checkpoint)
@@ -127,7 +127,7 @@ def test_frozen_base_is_read_and_never_written(
         # Activations that wait for the backward pass are written if there is no space for them.
         assert stats.bytes_written <= stats.activations.shipped_bytes
         assert checkpoint or stats.bytes_written == 0
-        assert stats.bytes_read >= parameter_bytes(plain), "it did not fit"
+        assert stats.bytes_read >= parameter_bytes(plain), "the model fitted into memory"
         if device == "cpu":
             assert all(map(torch.equal, found, losses))
             assert_same(list(plain.parameters()), list(model.parameters()))
@@ -143,7 +143,7 @@ def test_frozen_and_trained_parameters_share_no_group(tmp_path: Path) -> None:
 
 
 def read_in_passes(directory: Path, share: float, *, frozen: bool, checkpoint: bool) -> Any:
-    """Bytes that both passes of a step read, and the most that they may."""
+    """Return the bytes that both passes of a step read, and their limit."""
     ours = loaded(directory / "checkpoint", build(), frozen=frozen)
     weights, trained = parameter_bytes(ours), trained_bytes(ours)
     budget = int(share * weights)
@@ -159,8 +159,8 @@ def read_in_passes(directory: Path, share: float, *, frozen: bool, checkpoint: b
             optimizer.zero_grad()
         groups = store.snapshot().groups
     missed = max(weights - trained - max(budget - COPIES * trained, 0), 0)
-    too_early = 2 * budget // shares.EARLY_IF_STEADY  # in each pass; when is measured
-    if not frozen:  # between passes, what is in RAM of the state is there for good
+    too_early = 2 * budget // shares.EARLY_IF_STEADY  # in each pass; the times are measured
+    if not frozen:  # between passes, state in RAM stays there permanently
         values = [g for g in groups if g.key.startswith("training/") and "gradient" not in g.key]
         missed, too_early = sum(g.nbytes for g in values if "HOST" not in g.tiers), 0
     largest = max(g.nbytes for g in groups)
@@ -230,7 +230,7 @@ def test_frozen_weight_changed_later_takes_effect(
         change(model)
         losses, found = train(plain, usual, "cpu"), train(model, optimizer, device)
         after = model.blocks[3].up.weight.detach().clone()
-        assert not torch.equal(after, before), "nothing was changed"
+        assert not torch.equal(after, before), "the weight was not changed"
         assert store.stats().bytes_read > 0
         if device == "cpu":
             assert all(map(torch.equal, found, losses))

@@ -1,4 +1,4 @@
-"""Optimizers of torch's own run their fused kernels, unless somebody says otherwise."""
+"""Optimizers of torch run their fused kernels by default."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_fused_of_a_param_group_is_respected(disk_dir: Path) -> None:
 
 
 def test_fused_in_a_loaded_state_is_respected(disk_dir: Path) -> None:
-    """Resuming a plain training gives what plain torch would have given."""
+    """Resuming a plain training gives the same result as plain torch."""
     plain = build()
     usual = torch.optim.AdamW(plain.parameters())
     train(plain, usual)
@@ -135,7 +135,7 @@ def test_fused_in_a_loaded_state_is_respected(disk_dir: Path) -> None:
 
 
 class Own(torch.optim.AdamW):
-    """A class of somebody's own: who knows what its step does."""
+    """A third-party class, whose step is unknown."""
 
 
 def test_other_optimizer_classes_are_unchanged(disk_dir: Path) -> None:
@@ -165,7 +165,7 @@ def test_complex_parameters_are_not_fused(disk_dir: Path) -> None:
 def steps_of(
     optimizers: list[torch.optim.Optimizer], given: list[list[nn.Parameter]], *gradients: Any
 ) -> None:
-    """Several steps: each with these gradients, None where there is none."""
+    """Run several steps with these gradients; None means no gradient."""
     for step in gradients:
         for optimizer, parameters in zip(optimizers, given, strict=True):
             for parameter, gradient in zip(parameters, step, strict=True):
@@ -175,7 +175,7 @@ def steps_of(
 
 @pytest.mark.parametrize("chosen", [{}, {"fused": True}], ids=["by us", "by hand"])
 def test_gradients_with_other_strides_are_not_fused(chosen: dict[str, Any], disk_dir: Path) -> None:
-    """The kernel goes through memory as it lies: such a parameter is stepped without it."""
+    """The kernel ignores strides, so such a parameter is stepped without it."""
     ours = [nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(6, 8))]
     plain = copy.deepcopy(ours)
     gradients = [torch.randn(8, 6).t(), torch.randn(6, 8)]
@@ -196,7 +196,7 @@ def test_gradients_with_other_strides_are_not_fused(chosen: dict[str, Any], disk
 
 
 def test_gradients_of_another_dtype_are_not_fused(disk_dir: Path) -> None:
-    """Such a parameter is stepped as torch steps it without the kernel."""
+    """Such a parameter is stepped as torch does without the kernel."""
     if not hasattr(nn.Parameter, "grad_dtype"):
         pytest.skip("torch before 2.9 has gradients of the dtype of their parameters only")
     ours = [nn.Parameter(torch.randn(6, 8).bfloat16())]
@@ -211,7 +211,7 @@ def test_gradients_of_another_dtype_are_not_fused(disk_dir: Path) -> None:
 
 
 def test_first_gradient_arriving_later_is_handled(disk_dir: Path) -> None:
-    """A fused SGD wants momenta of all parameters that it is given, or of none."""
+    """A fused SGD needs momenta for all of its parameters, or for none."""
     ours = [nn.Parameter(torch.randn(6, 8)) for _ in range(3)]
     plain = copy.deepcopy(ours)
     options = {"lr": 0.1, "momentum": 0.9}

@@ -24,7 +24,7 @@ from tierstore.adapters.training.checkpoint_metadata import parsed_metadata
 
 
 class Call:
-    """Pickled, it is a call."""
+    """An object whose pickle is a call."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self.call = function, arguments
@@ -35,7 +35,7 @@ class Call:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Path]:
-    """A saved training without sums, as torch itself saves one."""
+    """A saved training without checksums, as torch itself saves one."""
     save_training(tmp_path / "run", nn.Linear(2, 3), extra={"step": 1})
     path = tmp_path / "run" / METADATA
     path.write_bytes(path.read_bytes().rsplit(b"\n", 2)[0])
@@ -140,7 +140,7 @@ def test_load_training_without_its_checksums_raises(run: Path) -> None:
 
 
 def test_torch_load_of_a_truncated_storage_raises() -> None:
-    """torch is relied on for this: it would show what lies behind the storage in memory."""
+    """torch must check this: otherwise the tensor would show memory beyond its storage."""
     whole, file = io.BytesIO(), io.BytesIO()
     torch.save(torch.zeros(300, dtype=torch.uint8), whole)
     with zipfile.ZipFile(whole) as old, zipfile.ZipFile(file, "w") as new:

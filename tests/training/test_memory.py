@@ -3,8 +3,8 @@
 To the byte on a pretend accelerator, and under a limit of the operating system.
 
 On an accelerator, the bound is: two slices (their groups, in whole pages), and the memory that the
-same step of a resident plain model takes beside its parameters, with gradients dropped as they
-come. That is saved activations, the input, the loss, and the temporaries of a module's backward.
+same step of a resident plain model takes beside its parameters, if gradients are dropped as they
+arrive. That is saved activations, the input, the loss, and the temporaries of a module's backward.
 Nothing else is allowed.
 """
 
@@ -43,15 +43,15 @@ pytestmark = pytest.mark.full(
 
 PAGE = 4096
 WIDTHS = (96, 160, 128, 224, 64, 192, 128, 96, 256, 160, 128, 192)
-BATCH = 32  # so that what goes from block to block fills pages
+BATCH = 32  # so that activations between blocks fill pages
 INPUTS = 96
 STEPS = 3
 AMPLE = 1 << 30
-"""A device budget that limits nothing: that few bytes are there is to be the slices' merit."""
+"""A device budget without effect: only the slices may limit the memory."""
 
 
 class Block(nn.Module):
-    """Two layers, one of them wider or narrower than its neighbours', with a way around them."""
+    """Two layers with a residual connection; the width between them differs between blocks."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Block(nn.Module):
 
 
 class Listed(nn.Module):
-    """Blocks in a list, between two layers that are in none."""
+    """Blocks in a list, between two layers outside it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,22 +96,22 @@ def batch(seed: int) -> torch.Tensor:
 
 
 def loss_of(model: Callable[[torch.Tensor], torch.Tensor], step: int) -> torch.Tensor:
-    """Everything it needs comes to the device in here, so that it is counted."""
+    """Return the loss. All inputs move to the device in here, so that they are counted."""
     output = model(batch(step).to(ACCELERATOR))
     return (output - batch(100 + step).to(ACCELERATOR)).square().mean()
 
 
 def in_use() -> int:
-    """Bytes on the device, once nothing that was dropped is left over."""
+    """Return the bytes on the device, once dropped tensors are freed."""
     gc.collect()
     torch.accelerator.synchronize(ACCELERATOR)
     return pretend.memory_allocated()
 
 
 class Peaks:
-    """The most bytes on the device since `start`, over what was there then.
+    """The most bytes on the device since `start`, above the bytes in use then.
 
-    `held` counts what was freed while another stream was not done with it.
+    `held` includes memory that was freed while another stream still used it.
     """
 
     def start(self) -> None:
@@ -128,9 +128,9 @@ class Peaks:
 
 
 def plain_step(kind: str, runs: list[int] | None) -> int:
-    """The bytes that a step takes beside the parameters of a plain model on the device.
+    """Return the bytes that a step takes beside the parameters of a plain model on the device.
 
-    `runs` says how many blocks, one after the other, are computed again together.
+    `runs` lists how many consecutive blocks are recomputed together.
     """
     model = build(kind).to(ACCELERATOR)
     for parameter in model.parameters():
@@ -147,10 +147,10 @@ def drop_gradient(parameter: nn.Parameter) -> None:
 
 
 def recomputed(model: nn.Module, runs: list[int], x: torch.Tensor) -> torch.Tensor:
-    """The model with torch's own recomputation."""
+    """Run the model with torch's own recomputation."""
     listed = isinstance(model, Listed)
     blocks = list(model.blocks if listed else model.children())
-    x = model.first(x) if listed else x.requires_grad_()  # torch's wants an input that does
+    x = model.first(x) if listed else x.requires_grad_()  # torch's needs an input that requires one
     for count in runs:
         run, blocks = blocks[:count], blocks[count:]
         x = checkpoint(nn.Sequential(*run), x, use_reentrant=True)
@@ -185,7 +185,7 @@ class Taken:
 
 
 def train(kind: str, num_slices: int, place: Path, ram: int, *, recompute: bool) -> Taken:
-    """A few steps on the device, from making the model on."""
+    """Train a few steps on the device, including the construction of the model."""
     peaks, already = Peaks(), pretend.pinned_bytes()
     peaks.start()
     pretend.reset_peak_pinned()
@@ -216,24 +216,24 @@ def train(kind: str, num_slices: int, place: Path, ram: int, *, recompute: bool)
 def test_device_holds_two_slices_and_the_activations(
     kind: str, recompute: bool, num_slices: int, disk_dir: Path
 ) -> None:
-    ram = parameter_bytes(build(kind))  # a quarter of what there is: the rest is on disk
+    ram = parameter_bytes(build(kind))  # a quarter of the state: the rest is on disk
     taken = train(kind, num_slices, disk_dir, ram, recompute=recompute)
     assert len(taken.slices) == num_slices
     # Gradients of one group may be kept until they are copied to the host.
     assert taken.allocated <= taken.bound + max(taken.groups)
-    # Gradients of two groups may be on their way to the host: what they took is free after that.
+    # Gradients of two groups may be on their way to the host: their memory is freed after that.
     assert taken.held <= taken.bound + sum(sorted(taken.groups)[-2:])
     assert taken.pinned <= ram
     assert taken.stats.peak_bytes["HOST"] <= ram
-    # Forward brings everything in; backward all but what forward has left there.
+    # The forward loads everything; the backward all but the groups that the forward left there.
     brought = 2 * parameter_bytes(build(kind)) - sum(sorted(taken.slices)[-2:])
     assert taken.stats.bytes_onloaded >= STEPS * brought
-    assert taken.stats.bytes_written > 0, "nothing had to go to the disk"
+    assert taken.stats.bytes_written > 0, "nothing was written to disk"
 
 
 @pytest.mark.pretend_only("bytes")
 def test_larger_slices_take_more_memory(disk_dir: Path) -> None:
-    """The control of what is measured here: it is the slices' memory."""
+    """The control of the measurement: it counts the slices' memory."""
     ram = parameter_bytes(build("listed"))
     few = train("listed", 3, disk_dir / "few", ram, recompute=False)
     many = train("listed", 8, disk_dir / "many", ram, recompute=False)
@@ -258,11 +258,11 @@ def test_disabled_model_kept_alive_holds_no_memory(device: str, disk_dir: Path) 
 
 @pytest.mark.pretend_only("bytes")
 def test_dropped_model_returns_its_memory(disk_dir: Path) -> None:
-    """Forget `disable`: both the model and the store are garbage."""
+    """Drop the model without `disable`: both it and the store are garbage."""
     before = in_use(), pretend.pinned_bytes()
     ram = parameter_bytes(build("listed"))
     taken = train("listed", 4, disk_dir, ram, recompute=False)
-    assert taken.pinned > ram // 2, "there was nothing to give back"
+    assert taken.pinned > ram // 2, "there was no memory to return"
     assert (in_use(), pretend.pinned_bytes()) == before
 
 
@@ -292,7 +292,7 @@ def test_training_at_four_times_memory_is_bit_exact(tmp_path: Path) -> None:
     assert state > 1.2e9 > 3.8 * limited.HEADROOM
     result = result_of(run("store", tmp_path))
     assert result["told"] == result_of(run("unlimited", tmp_path))["told"]
-    assert len(set(result["told"][: limited.STEPS])) == limited.STEPS, "nothing was learned"
+    assert len(set(result["told"][: limited.STEPS])) == limited.STEPS, "the loss did not change"
     assert result["peak"] <= limited.BUDGET
     # The budget holds this much of the state between steps: the rest is written each time.
     assert result["written"] >= limited.STEPS * (state - limited.BUDGET)

@@ -1,6 +1,6 @@
 """Optimizers that check their parameters or replace their memory, and resumed schedules.
 
-The reference is plain torch: the same optimizer, the same steps, without a store and a break.
+The reference is plain torch: the same optimizer and steps, without a store or an interruption.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def take_steps(model: Any, optimizer: torch.optim.Optimizer, device: str = "cpu"
 
 
 class Renewing(torch.optim.Optimizer):
-    """Gives each parameter other memory instead of changing what it has."""
+    """Gives each parameter other memory instead of changing it in place."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -144,7 +144,7 @@ def test_integer_matrix_is_checked_too(disk_dir: Path) -> None:
 
 
 def test_unsupported_parameter_raises_as_in_torch(disk_dir: Path) -> None:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))  # with a bias, which is no matrix
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH))  # with a bias, which is not a matrix
     with pytest.raises(ValueError) as plain:
         torch.optim.Muon(model.parameters())
     with store_for(model, disk_dir) as store, pytest.raises(ValueError) as ours:

@@ -1,4 +1,4 @@
-"""DistributedDataParallel and FSDP, around a model in training on a store, or inside of it.
+"""DistributedDataParallel and FSDP, around a model in training on a store, or inside it.
 
 Each manages parameters and gradients itself, so combining it with a store raises an error. FSDP2
 inside the module is trained: here in one process, in tests/distributed in several.
@@ -29,7 +29,7 @@ ADVICE = "apply torch.distributed.fsdp.fully_shard to the module before OffloadM
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    """One process, which is all of them."""
+    """Make a mesh of one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield init_device_mesh("cpu", (1,))
@@ -137,7 +137,7 @@ def test_optimizer_that_is_not_elementwise_raises(
 ) -> None:
     linear = nn.Linear(8, 8, bias=False)
     whole = OffloadOptimizer(nn.Linear(8, 8, bias=False), store, optimizer_class)
-    assert len(whole.param_groups) == 1, "of what is whole, they are not"
+    assert len(whole.param_groups) == 1, "an unsharded parameter was rejected"
     model = OffloadModel(sharded(linear, mesh), store)
     with pytest.raises(TypeError, match=f"{optimizer_class.__name__} is not element-wise"):
         OffloadOptimizer(model, store, optimizer_class)
@@ -153,7 +153,7 @@ def test_ungathered_parameters_raise(store: TierStore, mesh: DeviceMesh) -> None
     with pytest.raises(ValueError, match=r"0\.weight is a DTensor that no fully_shard gathers"):
         OffloadModel(module, store)
     assert not [key for key in store if key.startswith("training/")]
-    assert torch.isfinite(module[1](torch.ones(2, 8))).all(), "as it was"
+    assert torch.isfinite(module[1](torch.ones(2, 8))).all(), "the module changed"
 
 
 def test_model_that_has_already_run_raises(store: TierStore, mesh: DeviceMesh) -> None:
@@ -161,7 +161,7 @@ def test_model_that_has_already_run_raises(store: TierStore, mesh: DeviceMesh) -
     expected = module(torch.ones(2, 8))
     with pytest.raises(ValueError, match="has run since fully_shard was applied"):
         OffloadModel(module, store)
-    assert torch.equal(module(torch.ones(2, 8)), expected), "as it was"
+    assert torch.equal(module(torch.ones(2, 8)), expected), "the module changed"
 
 
 def test_sharded_model_offloads_states_only(store: TierStore, mesh: DeviceMesh) -> None:

@@ -1,10 +1,10 @@
 """Training on a store equals ordinary training.
 
-Losses, parameters, buffers, gradients and optimizer state are equal bit for bit, whatever does not
-fit.
+Losses, parameters, buffers, gradients and optimizer state are equal bit for bit, however little
+fits in memory.
 
 Each device is compared with plain training on the CPU. The kernels of the pretend accelerator are
-the CPU's; those of a real one are as near as `tests/accelerator.py` says.
+the CPU's; those of a real one agree within the tolerances of `tests/accelerator.py`.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_training_equals_plain_torch(case: TrainingCase, disk_dir: Path) -> None
     module = models.build(case.kind)
     state = full_state_bytes(module, case.optimizer_class, **case.options)
     weights = parameter_bytes(module)
-    # One slice is all of them at once; two of three, and two of many, are less.
+    # One slice is the whole model; two of three, and two of many, are less.
     on_device = int({1: 1.5, 3: 1.1, None: 0.6}[case.slices] * weights)
     with store_for(state, disk_dir, case.device, case.share, device_budget=on_device) as store:
         model, optimizer = offloaded(
@@ -124,7 +124,7 @@ def assert_moved(case: TrainingCase, module: nn.Module, traffic: Traffic) -> Non
         traffic.assert_at_least(moved, STEPS - 1)
     else:  # all of it stays, and so do the activations of these small batches
         assert traffic.read == traffic.written == 0
-    if case.device != "cpu":  # the optimizer changes parameters in RAM: each comes anew
+    if case.device != "cpu":  # the optimizer changes parameters in RAM: each is loaded again
         passes = (STEPS - 1) * case.accumulate
         assert traffic.onloaded >= passes * parameter_bytes(module)
 
@@ -147,7 +147,7 @@ def test_parameters_shared_by_several_slices_train(
 
 
 def parts_of(given: models.Batch, count: int) -> Iterator[models.Batch]:
-    """A batch in parts, as `tensor_split` makes them."""
+    """Yield the parts of a batch, as `tensor_split` makes them."""
     targets = given.target.tensor_split(count)
     args = [tuple(a.tensor_split(count)[i] for a in given.args) for i in range(count)]
     for number in range(count):
@@ -156,7 +156,7 @@ def parts_of(given: models.Batch, count: int) -> Iterator[models.Batch]:
 
 
 def summed(output: Any, target: torch.Tensor) -> torch.Tensor:
-    """A loss of which the parts of a batch add up to that of the whole."""
+    """Return a loss for which the parts of a batch add up to the whole."""
     output = output if isinstance(output, torch.Tensor) else output.logits[..., :VALUES]
     if target.dtype is torch.int64:
         target = functional.one_hot(target % VALUES, VALUES).float()
@@ -332,7 +332,7 @@ def test_schedulers_set_the_rate(name: str, disk_dir: Path) -> None:
 
         def after_step() -> None:
             if name == "plateau":
-                scheduler.step(1.0)  # it never gets better
+                scheduler.step(1.0)  # the metric never improves
             else:
                 scheduler.step()
             rates.append(torch.tensor([g["lr"] for g in optimizer.param_groups]))

@@ -1,4 +1,4 @@
-"""Blocks that change what they find: buffers that they read as well, and caches that they fill.
+"""Blocks with side effects: buffers that they also read, and caches that they fill.
 
 With `checkpoint_activation=True` they run twice. Compared with the plain model, bit for bit.
 """
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.full(
 WIDTH, ROWS, BLOCKS = 64, 8, 4
 TOKENS = 12
 MANY = 1 << 16
-"""Elements of a buffer that is not copied unless it changes."""
+"""Elements of a buffer that is only copied if it changes."""
 
 ON_BOTH = pytest.mark.parametrize("device", DEVICES)
 
@@ -60,7 +60,7 @@ def assert_same_buffers(found: nn.Module, plain: nn.Module, device: str = "cpu")
 
 
 class Averaging(nn.Module):
-    """Reads an average of what it was given, and counts this in. `how` says in which way."""
+    """Reads a running average of its inputs, and updates it. `how` says in which way."""
 
     average: Any
 
@@ -138,7 +138,7 @@ def test_recompute_restores_changed_buffers(kind: str, device: str, disk_dir: Pa
             assert_same_buffers(model, plain, device)
             assert_same_gradients(model, plain, device)
             model.zero_grad()
-            loss.backward()  # computed again once more
+            loss.backward()  # recomputed a second time
             assert_same_buffers(model, plain, device)
             assert_same_gradients(model, plain, device)
             model.zero_grad()
@@ -164,7 +164,7 @@ def test_recompute_of_overlapping_passes_uses_their_buffers(disk_dir: Path) -> N
 
 
 class Routed(nn.Module):
-    """A block that leaves its router's logits in a list that it is given, as mixtures do."""
+    """A block that appends its router's logits to a list in its input, as mixtures do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ def tokens() -> dict[str, torch.Tensor]:
 
 
 def built(build: Callable[[], nn.Module]) -> nn.Module:
-    """In training, but without dropout, whose numbers differ from device to device."""
+    """Build in training mode, but without dropout, whose numbers depend on the device."""
     torch.manual_seed(0)
     model = build().train()
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""Recomputation in models with weights outside of their blocks.
+"""Recomputation in models with weights outside their blocks.
 
 Compared with the plain model, bit for bit.
 """
@@ -67,7 +67,7 @@ def test_block_inputs_are_offloaded(own: bool, device: str, disk_dir: Path) -> N
 
 
 class Hidden(nn.Module):
-    """Its blocks are lists themselves, between layers that are none."""
+    """Its blocks are lists themselves, between layers that are not."""
 
     def __init__(self) -> None:
         super().__init__()

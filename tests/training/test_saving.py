@@ -130,7 +130,7 @@ class Safetensors:
 
 
 class Distributed:
-    """`torch.distributed.checkpoint`, whose `load` fills the tensors of a state that is there."""
+    """`torch.distributed.checkpoint`, whose `load` fills the tensors of an existing state."""
 
     def save(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         dcp.save(self.state(model, optimizer), checkpoint_id=path / "dcp", no_dist=True)
@@ -189,7 +189,7 @@ def go_on(
     device: str = "cpu",
     kind: str = KIND,
 ) -> list[torch.Tensor]:
-    """Steps whose dropout depends on all the random numbers that were drawn before."""
+    """Run steps whose dropout depends on all random numbers drawn before."""
     found = []
     for step in range(first, first + steps):
         loss = models.loss(kind, model, models.batch(kind, step).to(device))
@@ -201,7 +201,7 @@ def go_on(
 
 
 def a_step_elsewhere(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """There is a state then, of other values."""
+    """Make a step with another batch, so that a state with other values exists."""
     device = "cpu"
     if isinstance(model, OffloadModel):
         device = model.store.device.type
@@ -390,7 +390,7 @@ def test_saved_state_has_the_keys_and_form_of_torchs(
 
 
 def in_memory(checkpoint: Path, target: Path) -> dict[str, Any]:
-    """All of a checkpoint, by torch's own converter."""
+    """Read all of a checkpoint by torch's own converter."""
     dcp_to_torch_save(checkpoint, target)
     return torch.load(target, map_location="cpu")
 
@@ -638,7 +638,7 @@ def test_flipped_bit_raises_and_changes_nothing(
                 load_training(run, *target)
             assert str(path) in str(caught.value)
             flip_bit(path, *divmod(bit, 8))
-    load_training(run, *target)  # it was the flipped bit each time
+    load_training(run, *target)  # the control: only the flipped bit failed
 
 
 def test_other_libraries_accept_a_flipped_bit(saves: tuple[Path, Path], tmp_path: Path) -> None:
@@ -736,7 +736,7 @@ def test_planted_pickle_runs_nothing(
         load_training(run, *target)
 
     assert not (tmp_path / "planted").exists()
-    pickle.loads(planted)  # it would have been
+    pickle.loads(planted)  # the control: unpickled, it runs
     assert (tmp_path / "planted").exists()
 
 
@@ -895,7 +895,7 @@ def filled(value: float) -> nn.Module:
 
 
 def save_often(path: Path, value: int, times: int = 15) -> int:
-    """Return how many saves were made: the others found another one under way."""
+    """Return how many saves were made: the others found one already running."""
     model, saved = filled(value), 0
     for _ in range(times):
         with contextlib.suppress(StoreLockedError):
@@ -947,8 +947,8 @@ def limited(how: str, place: Path) -> dict[str, int]:
     return results_in(output_of(*words, environment=with_the_usual_allocator()))[0]
 
 
-@pytest.mark.full("processes of their own that are measured")
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux tells this memory")
+@pytest.mark.full("measures separate processes")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux reports this memory")
 def test_save_and_load_use_memory_of_two_groups(tmp_path: Path) -> None:
     found = limited("streaming", tmp_path / "ours")
 

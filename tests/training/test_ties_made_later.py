@@ -72,7 +72,7 @@ def test_tie_made_in_training_raises(
 def test_assigned_values_are_trained(
     change: Change, share: int, device: str, disk_dir: Path
 ) -> None:
-    """The control: equal values are no tie."""
+    """The control: equal values are not a tie."""
     plain = build().to(device)
     with open_store(disk_dir, share * WEIGHTS, device) as store:
         model = OffloadModel(build(), store)
@@ -90,7 +90,7 @@ def test_assigned_values_are_trained(
 
 @pytest.mark.parametrize("change", [tie, tie_to_new_memory, copy_values])
 def test_optimizer_alone_leaves_ties(change: Change, disk_dir: Path) -> None:
-    """Parameters that no store has show what they were given: each step changes it twice."""
+    """Parameters outside any store keep the shared memory: each step changes it twice."""
     plain, model = build(), build()
     with open_store(disk_dir, 6 * WEIGHTS) as store:
         ours = OffloadOptimizer(model, store, torch.optim.AdamW, lr=0.01)

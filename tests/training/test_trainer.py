@@ -34,7 +34,7 @@ def tiny() -> Any:
 
 
 class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Rows of tokens, with something that no model wants."""
+    """Rows of tokens, with a column that no model accepts."""
 
     def __len__(self) -> int:
         return ROWS
@@ -45,7 +45,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def trained(model: nn.Module, folder: Path) -> tuple[list[float], float, dict[str, torch.Tensor]]:
-    """The losses of the steps, that of the evaluation, and the weights that were saved."""
+    """Return the losses of the steps, the evaluation's loss, and the saved weights."""
     arguments = transformers.TrainingArguments(
         str(folder),
         use_cpu=True,

@@ -1,4 +1,4 @@
-"""User actions on a model in training besides training it: read, edit, save, hook.
+"""User actions on a model in training, apart from training it: read, edit, save, hook.
 
 Every scenario runs on an ordinary model, too, with the same result.
 """
@@ -367,7 +367,7 @@ def pair(store: TierStore, device: str) -> Any:
     train("small", model, optimizer, 2, device=device)
     assert traffic.read >= parameter_bytes(plain)
     yield (model, optimizer), (plain, by_itself)
-    # Whatever was done, it trains on as the other one does.
+    # Afterwards, both must train on identically.
     found = train("small", model, optimizer, 1, first=2, device=device)
     wanted = train("small", plain, by_itself, 1, first=2)
     expected = Trained.of(plain, by_itself, wanted)
@@ -519,7 +519,7 @@ def test_disabled_model_trains_on_as_ordinary(device: str, disk_dir: Path) -> No
         later = train("small", ordinary, stepped, 2, first=3)
         results.append(Trained.of(ordinary, stepped, later))
     results[1].assert_same_as(results[0], device)
-    module.half()  # nothing holds it any more
+    module.half()  # it is in no store any longer
 
 
 @ON_BOTH
@@ -668,8 +668,8 @@ def test_error_leaves_nothing_leased(
             del loss
         handle.remove()
         if isinstance(model, OffloadModel):
-            # What its own checkpoint was given, torch keeps until the next backward pass if this
-            # one failed. After the scenario, nothing at all may be left.
+            # If this backward pass failed, torch keeps the inputs of its own checkpoint until the
+            # next one. After the scenario, nothing at all may be left.
             recomputed = checkpoint and where == "backward"
             assert_nothing_is_leased(model, but="activation/" if recomputed else "-")
         optimizer.zero_grad()
@@ -679,7 +679,7 @@ def test_error_leaves_nothing_leased(
     if microbatches == 1:
         compare(scenario, disk_dir, device, checkpoint_activation=checkpoint)
         return
-    # No plain model goes through parts of a batch; one that never met an error does.
+    # No plain model runs parts of a batch: the reference is a run without an error.
     results = []
     for number, run in enumerate((scenario, without_an_error)):
         module = models.build("small")
@@ -707,7 +707,7 @@ def test_gradients_before_an_error_count(device: str, disk_dir: Path) -> None:
         with pytest.raises(Interrupted):
             loss.backward()
         handle.remove()
-        # The next pass adds to what there is.
+        # The next pass adds to the existing gradients.
         squares(model, 1, device).backward()
         found = [model.head.weight.grad.clone()]
         optimizer.step()

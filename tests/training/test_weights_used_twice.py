@@ -1,6 +1,6 @@
-"""A weight that is used more than once in a pass has one gradient: the sum of all that come.
+"""A weight that is used more than once in a pass has one gradient: the sum over all uses.
 
-Compared with the plain model, bit for bit, with budgets in which all stays or most leaves.
+Compared with the plain model, bit for bit, with budgets that hold all of it or little.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Repeating(nn.Module):
 
 
 class Words(nn.Module):
-    """A language model: the weight of its embedding is that of its head."""
+    """A language model whose embedding shares its weight with the head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ def once(model: Callable[..., Any], one: torch.Tensor, other: torch.Tensor) -> t
 
 
 def twice(model: Callable[..., Any], one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """As siamese models do: one loss of two forward passes."""
+    """Siamese models do this: one loss of two forward passes."""
     return (model(one) - model(other)).square().mean()
 
 
