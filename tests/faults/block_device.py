@@ -1,6 +1,6 @@
-"""A disk that remembers every write, and fails some: a file in user space, for a loop device.
+"""A disk that records every write and fails some: a file in user space behind a loop device.
 
-`block_server.py` is the process that it lives in.
+`block_server.py` is the process that serves it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Entry:
 
 
 def read_log(path: Path) -> list[Entry]:
-    """Everything that happened."""
+    """Return all entries of a log, in order."""
     raw, at, found = path.read_bytes(), 0, []
     while at < len(raw):
         kind, offset, length = HEAD.unpack_from(raw, at)
@@ -44,7 +44,7 @@ def read_log(path: Path) -> list[Entry]:
 
 @dataclass(frozen=True)
 class Device:
-    """A disk of this kind, from outside."""
+    """Control of a served disk from the test process."""
 
     at: Path
 
@@ -57,7 +57,7 @@ class Device:
         return self.at / "marks"
 
     def fail(self, pattern: bytes) -> None:
-        """From now on, writes that contain these bytes fail."""
+        """Make writes that contain these bytes fail from now on."""
         self._order(pattern)
 
     def heal(self) -> None:
@@ -73,7 +73,7 @@ class Device:
 
 @contextmanager
 def block_device(image: Path, at: Path, log: Path) -> Iterator[Device]:
-    """Have a process serve it, until the end of the block. Raises Unusable."""
+    """Serve a disk from another process until the end of the block. Raises Unusable."""
     at.mkdir()
     command = [sys.executable, "-m", "tests.faults.block_server", str(image), str(at), str(log)]
     server = subprocess.Popen(command)

@@ -2,9 +2,9 @@
 
     python -m tests.faults.block_server IMAGE AT LOG
 
-`AT/disk` is the file IMAGE. Whatever a file system on it writes, and whenever it has the disk flush
-its cache, is appended to LOG, in order; so is what somebody writes to `AT/marks`, in between. What
-is written to `AT/orders` are bytes: from then on, writes that contain them fail. A space: none.
+`AT/disk` is the file IMAGE. All writes and cache flushes of a file system on it are appended to
+LOG, in order. Bytes written to `AT/marks` are logged as marks in between. Bytes written to
+`AT/orders` make all later writes that contain them fail; a space ends that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILES = ("disk", "marks", "orders")
 
 
 class Serving(mfusepy.Operations):
-    """Three files."""
+    """The three served files."""
 
     use_ns = True
 
@@ -75,6 +75,6 @@ class Serving(mfusepy.Operations):
 
 if __name__ == "__main__":
     image, at, log = sys.argv[1:]
-    # In large pieces: a loop device takes a write that an error has cut short for a whole one.
+    # Large writes only: a loop device treats a write cut short by an error as complete.
     whole = {"big_writes": True, "max_write": 1 << 17} if mfusepy.fuse_version_major == 2 else {}
     mfusepy.FUSE(Serving(image, log), at, foreground=True, nothreads=True, **whole)

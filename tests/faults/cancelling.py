@@ -1,4 +1,4 @@
-"""Coroutines that use one store from several event loops, and are cancelled at any moment."""
+"""Coroutines that use one store from several event loops and are cancelled at any moment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ REFUSED = (BudgetError, LeaseError)
 
 
 class Tasks:
-    """A store, and event loops on threads of their own whose tasks use it."""
+    """A store, and event loops on separate threads, whose tasks use it."""
 
     def __init__(self, seed: int, device: str, directory: Path, loops: int = 3) -> None:
         rng = random.Random(seed)
@@ -41,7 +41,7 @@ class Tasks:
         self.watch = Watch(self.store, lambda: self.outcomes.total())
 
     def play(self, rounds: int) -> None:
-        """Rounds of `TASKS` tasks in each loop. After each, what was seen is judged."""
+        """Run rounds of `TASKS` tasks in each loop, and check the observations after each round."""
         with self.watch:
             for _ in range(rounds):
                 self.rounds += 1
@@ -82,7 +82,7 @@ class Tasks:
             self.outcomes[type(result).__name__] += 1
 
     def _settle(self) -> None:
-        """The loops are gone, with their threads: whatever was cut short is over."""
+        """Check the store and the history once all loops and their threads have ended."""
         assert_at_rest(self.store)
         now = {}
         for key in self.values:
@@ -96,7 +96,7 @@ class Tasks:
 
 
 class Act:
-    """One task. It may be cancelled wherever it awaits something."""
+    """A task that may be cancelled at any await."""
 
     KINDS = ("put", "put", "put", "get", "get", "read", "update", "update", "take", "pair")
 
@@ -156,7 +156,7 @@ class Act:
             assert tag_of(key, lease.tensors) == found, f"{key} changed under its reader"
 
     async def pair(self) -> None:
-        """Holds one while it waits for another."""
+        """Hold one group while waiting for another."""
         try:
             lease = await self.store.aacquire(self.key)
         except UnknownKeyError:
@@ -184,7 +184,7 @@ class Act:
             begin = self.history.now()
             try:
                 left = found if access is Access.UPDATE else None
-                await self._dawdle()  # cancelled here, it has not changed anything yet
+                await self._dawdle()  # if cancelled here, it has not changed anything yet
                 if access is Access.UPDATE:
                     left = self.tag()
                     fill(lease.tensors, left)

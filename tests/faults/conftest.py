@@ -1,4 +1,4 @@
-"""Tests of faults say what they need of the machine, and are skipped where it is missing."""
+"""Fault tests declare the facilities they need and are skipped where one is missing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="module")
 def quick_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory in memory, if there is room: the power of this machine is not cut."""
+    """Return a directory in memory if there is space: this machine's power is not cut."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK) or shutil.disk_usage(memory).free < 2**30:
         yield tmp_path_factory.mktemp("quick")
@@ -35,7 +35,7 @@ def quick_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def first_seed() -> int:
-    """Return the first seed: the same on every run, except in the long lane, which explores.
+    """Return the first seed: constant, except in the long lane, which explores.
 
     `TIERSTORE_SEED` repeats a run. Tests print it.
     """

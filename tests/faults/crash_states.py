@@ -1,15 +1,15 @@
 """Enumerates the states in which a power cut may leave a directory, from a record of its calls.
 
-A record (`recording.py`) holds every call that changed something below a directory, in order, with
-the promises made meanwhile. The model assumes only what POSIX promises, which is less than any file
-system keeps:
+A record (`recording.py`) holds every call that changed something below a directory, in order,
+together with the promises made in between. The model assumes only what POSIX promises, which is
+less than any file system keeps:
 
 - bytes are on the disk once their file was synced; before that each sector may be there or not,
   in any order, and where a file grew, there may be zeros, or foreign bytes;
 - a name is on the disk once its directory was synced; before that each name may be its old value
   or any later one, and the two names of a rename are independent.
 
-So there are many states behind each call. All extreme ones are made, and some at random.
+So each call has many possible states. All extreme ones are generated, and some at random.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Made:
 
 @dataclass(frozen=True)
 class Named:
-    """In a directory, a name now means this. None: nothing."""
+    """A directory entry now refers to this; None: to nothing."""
 
     directory: int
     name: str
@@ -59,7 +59,7 @@ class Written:
 
 @dataclass(frozen=True)
 class Sized:
-    """A file is as long as this now."""
+    """A file now has this length."""
 
     it: int
     size: int
@@ -67,7 +67,7 @@ class Sized:
 
 @dataclass(frozen=True)
 class Synced:
-    """A file or directory is on the disk as it is now."""
+    """The current state of a file or directory is on the disk."""
 
     it: int
 
@@ -84,7 +84,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class Told:
-    """Somebody told something."""
+    """A process reported something."""
 
     words: tuple[Any, ...]
 
@@ -104,7 +104,7 @@ ChooseBytes = Callable[[bytes, Sequence[Change]], bytes]
 
 @dataclass
 class File:
-    """Bytes that are on the disk, and changes that may be."""
+    """The synced bytes of a file, and later changes that may be on disk."""
 
     sure: bytes = b""
     later: list[Change] = field(default_factory=list)
@@ -173,7 +173,7 @@ def nothing(sure: bytes, later: Sequence[Change]) -> bytes:
 
 
 def whole(sure: bytes, later: Sequence[Change]) -> bytes:
-    """All changes, in order."""
+    """Apply all changes, in order."""
     data = bytearray(sure)
     for change in later:
         if isinstance(change, Sized):
@@ -184,7 +184,7 @@ def whole(sure: bytes, later: Sequence[Change]) -> bytes:
 
 
 def length(sure: bytes, later: Sequence[Change]) -> bytes:
-    """The file has grown, but none of the bytes arrived."""
+    """Apply only the new length: the file has grown, but none of the bytes arrived."""
     data = bytearray(sure)
     _resize(data, len(whole(sure, later)))
     return bytes(data)
@@ -202,7 +202,7 @@ def _write(data: bytearray, offset: int, written: bytes) -> None:
 
 
 class ByChance:
-    """Choices that a seed makes."""
+    """Random choices from a seed."""
 
     def __init__(self, seed: str) -> None:
         self._random = random.Random(seed)
@@ -211,7 +211,7 @@ class ByChance:
         return self._random.choice(meanings)
 
     def data(self, sure: bytes, later: Sequence[Change]) -> bytes:
-        """Some sectors of what was written, and elsewhere what was there, zeros or foreign bytes"""
+        """Return some written sectors; elsewhere the old bytes, zeros or foreign bytes."""
         if not later:
             return sure
         data = bytearray(self._random.choice((nothing, length))(sure, later))
@@ -234,14 +234,14 @@ class ByChance:
 
 @dataclass(frozen=True)
 class State:
-    """The states that a power cut behind an event may leave, and the promises made until then."""
+    """A state that a power cut after an event may leave, and the promises made before it."""
 
     behind: int
     tree: Tree
     promised: Promised
 
     def make(self, root: Path) -> None:
-        """Have `root` be like this."""
+        """Write this state to `root`."""
         shutil.rmtree(root, ignore_errors=True)
         root.mkdir(mode=0o700)
         for path, data in self.tree.items():
@@ -252,9 +252,9 @@ class State:
 
 
 def states(events: Sequence[Event], seed: int, by_chance: int) -> Iterator[State]:
-    """All extreme states behind every event, and as many by chance. None comes twice.
+    """Yield all extreme states after every event, and `by_chance` random ones, each once.
 
-    `promised` of a state is true until the next one is asked for.
+    `promised` of a state is valid until the next state is requested.
     """
     disk, promised = Disk(), Promised()
     seen: set[tuple[int, int]] = set()

@@ -35,7 +35,7 @@ class Stuck(AssertionError):
 
 
 class Watch:
-    """Samples a store continuously: it must be within its budgets, and threads must progress."""
+    """Samples a store continuously: it must stay within its budgets, and threads must progress."""
 
     def __init__(self, store: TierStore, progress: Callable[[], int]) -> None:
         self.store = store
@@ -57,7 +57,7 @@ class Watch:
         self._thread.join(PATIENCE)
 
     def look(self) -> None:
-        """Assert that nothing exceeds what the store was opened with."""
+        """Assert that no tier exceeds the budget that the store was opened with."""
         stats = self.store.stats()
         for tier, budget in self.budgets.items():
             for what, nbytes in (("used", stats.used_bytes), ("peak", stats.peak_bytes)):
@@ -65,7 +65,7 @@ class Watch:
                 assert budget is None or held <= budget, f"{what} {held} of {budget} on {tier}"
         if self.store.device.type == "cpu":
             pages = core_of(self.store).tiers.host.arena.make.__self__
-            assert pages.held <= self.budgets["HOST"], "memory that nobody lets go of"
+            assert pages.held <= self.budgets["HOST"], "memory is not released"
         self.samples += 1
         if self.samples % 8 == 0:
             assert_sound(self.store)
@@ -88,7 +88,7 @@ class Watch:
 
 @contextmanager
 def switching_often(often: bool) -> Any:
-    """Let threads take turns at almost every step of the interpreter."""
+    """Make the interpreter switch threads at almost every step."""
     before = sys.getswitchinterval()
     if often:
         sys.setswitchinterval(1e-6)
@@ -104,13 +104,14 @@ class Throng:
     def __init__(
         self, seed: int, device: str, directory: Path, threads: int = 64, least: int | None = None
     ) -> None:
-        """A store of `least` to 40 pages, or of `least` if that is more."""
+        """Create a store of `least` to 40 pages; of `least` if that is more."""
         self.random = rng = random.Random(seed)
         options: dict[str, Any] = {}
         if device != "cpu":
             options["device_budget"] = rng.randint(12, 24) * PAGE
         # All groups together have about 50 pages. With space for few of them, almost all threads
-        # wait, and each step takes longer the more wait: so only few threads get little space.
+        # wait, and the more threads wait the longer each step takes. So small budgets get few
+        # threads.
         least = least or (LARGEST if threads <= 16 else 24)
         nbytes = rng.randint(least, max(least, 40)) * PAGE
         self.store = open_store(directory, nbytes, device, **options)
@@ -143,7 +144,7 @@ class Throng:
             while thread.is_alive() and not self.watch.stuck.is_set():
                 thread.join(0.5)
         if self.watch.stuck.is_set():
-            # Every waiter gets an error, and the test can end.
+            # All waiters get an error, so the test can end.
             threading.Thread(target=self.store.close, daemon=True).start()
             raise Stuck(f"no progress for {PATIENCE} s; all stacks were printed")
 
@@ -175,7 +176,7 @@ class Throng:
 
 
 class Player:
-    """One thread, whose random steps are recorded in the history."""
+    """A thread whose random steps are recorded in the history."""
 
     STEPS: ClassVar[dict[str, int]] = {  # relative frequencies
         "put": 10,
@@ -208,7 +209,7 @@ class Player:
         names, weights = list(self.STEPS), list(self.STEPS.values())
         for name in self.random.choices(names, weights, k=steps):
             getattr(self, name)(self.key())
-            self.throng.done[name] += 1  # may miss some: threads add at once
+            self.throng.done[name] += 1  # may miss some, because threads add concurrently
 
     def key(self) -> str:
         return key_of(self.random.randrange(KEYS))
@@ -221,9 +222,9 @@ class Player:
         self.history.add(key, begin, found, left, f"thread {self.number} {what}")
 
     def refuse(self, error: BaseException) -> None:
-        """Count an error that only a caller with a lease of its own may get."""
+        """Count an error that only a caller holding a lease may get."""
         if not self.held:
-            raise AssertionError("refused, although it holds nothing") from error
+            raise AssertionError("got the error although it holds no lease") from error
         self.throng.refused[type(error).__name__] += 1
 
     # Values ------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Facilities that real faults need, and whether this machine has them.
+"""Facilities that tests of real faults need, and checks for them.
 
-A test names what it needs with `@pytest.mark.needs("fuse", "root")` and is skipped elsewhere, with
-the reason. `expected.txt` records the facilities of a machine that guards changes: there, a missing
-facility is a failure, so that no test of a fault is skipped silently.
+A test names its facilities with `@pytest.mark.needs("fuse", "root")`. Elsewhere it is skipped, with
+the reason. `expected.txt` lists the facilities of a machine that guards changes: there, a missing
+facility is a failure, so that no fault test is skipped silently.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from pathlib import Path
 EXPECTED = Path(__file__).with_name("expected.txt")
 
 SHUTDOWN = 0x8004587D
-"""FS_IOC_SHUTDOWN: the file system forgets at once what is not on its disk."""
+"""FS_IOC_SHUTDOWN: the file system at once discards all data that is not on its disk."""
 WITHOUT_FLUSHING = 2
 
 
 class Unusable(Exception):
-    """The machine does not offer something; the text says what is missing."""
+    """A facility that this machine lacks; the text names it."""
 
 
 def run(*command: str | os.PathLike[str]) -> None:
-    """Run a program. Raises Unusable, with what it said, if it is missing or fails."""
+    """Run a program. Raises Unusable, with the program's output, if it is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -54,7 +54,7 @@ def program(name: str) -> str:
 
 @contextmanager
 def mounted(*arguments: str | os.PathLike[str], at: Path) -> Iterator[Path]:
-    """`mount ARGUMENTS AT`, until the end of the block. Raises Unusable."""
+    """Run `mount ARGUMENTS AT`; unmount at the end of the block. Raises Unusable."""
     at.mkdir(parents=True, exist_ok=True)
     run(program("mount"), *arguments, at)
     try:
@@ -72,7 +72,7 @@ def unmount(at: Path) -> None:
 
 
 def wait_until_mounted(path: Path, server: subprocess.Popen[bytes], patience: float) -> None:
-    """Wait for a file of a file system that a process serves. Raises Unusable."""
+    """Wait for a file of a file system that another process serves. Raises Unusable."""
     end = time.monotonic() + patience
     while not path.exists():
         if server.poll() is not None or time.monotonic() > end:
@@ -81,7 +81,7 @@ def wait_until_mounted(path: Path, server: subprocess.Popen[bytes], patience: fl
 
 
 def make_image(path: Path, kind: str, nbytes: int = 320 << 20) -> None:
-    """A file with an empty file system of `kind` (ext4, xfs). Raises Unusable."""
+    """Create a file with an empty file system of `kind` (ext4, xfs). Raises Unusable."""
     with open(path, "wb") as file:
         file.truncate(nbytes)
     quiet = {"ext4": ("-q", "-F"), "xfs": ("-q", "-f")}[kind]
@@ -90,15 +90,16 @@ def make_image(path: Path, kind: str, nbytes: int = 320 << 20) -> None:
 
 @contextmanager
 def loop_mounted(image: Path, at: Path) -> Iterator[Path]:
-    """The file system in `image`, mounted. Raises Unusable."""
+    """Mount the file system in `image`. Raises Unusable."""
     with mounted("-o", "loop", image, at=at) as directory:
         yield directory
 
 
 def cut_power(at: Path) -> None:
-    """Have a mounted file system forget what is not on its disk, as in a power cut.
+    """Make a mounted file system discard all data that is not on its disk, as in a power cut.
 
-    Whatever is done there until it is unmounted fails. Raises OSError where it knows no such thing.
+    All operations on it fail until it is unmounted. Raises OSError if the file system does not
+    support this.
     """
     directory = os.open(at, os.O_RDONLY)
     try:

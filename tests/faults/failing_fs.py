@@ -15,12 +15,12 @@ from tests.faults.facilities import Unusable, unmount, wait_until_mounted
 
 SERVER = "tests.faults.failing_fs_server"
 PATIENCE = 30.0
-"""Seconds until it must be there."""
+"""Seconds until it must be mounted."""
 
 
 @dataclass
 class FailingFileSystem:
-    """It is mounted `at` a directory."""
+    """A failing file system mounted at the directory `at`."""
 
     at: Path
     _orders: Path
@@ -28,7 +28,7 @@ class FailingFileSystem:
 
     @contextmanager
     def failing(self, **errors: str) -> Iterator[None]:
-        """Inside, these operations fail: `failing(read="EIO")`."""
+        """Make these operations fail inside the block: `failing(read="EIO")`."""
         self._order(errors)
         try:
             yield
@@ -41,17 +41,17 @@ class FailingFileSystem:
         new.replace(self._orders)
 
     def hang(self) -> None:
-        """From now on nothing is answered."""
+        """Stop answering."""
         self._server.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Answer again, what has waited first."""
+        """Resume answering; pending requests are answered first."""
         self._server.send_signal(signal.SIGCONT)
 
 
 @contextmanager
 def failing_file_system(place: Path) -> Iterator[FailingFileSystem]:
-    """One below `place`, until the end of the block. Raises Unusable."""
+    """Mount one below `place` until the end of the block. Raises Unusable."""
     shown, at, orders = place / "shown", place / "mounted", place / "orders"
     for directory in (shown, at):
         directory.mkdir()
@@ -63,7 +63,7 @@ def failing_file_system(place: Path) -> Iterator[FailingFileSystem]:
         wait_until_mounted(at / "is mounted", server, PATIENCE)
         yield FailingFileSystem(at, orders, server)
     finally:
-        # Killed first: then every waiter gets an error, and nothing can hang here.
+        # Kill the server first: every waiter then gets an error, and nothing can hang here.
         server.kill()
         server.wait()
         with suppress(Unusable):

@@ -23,7 +23,7 @@ CREATE = os.O_CREAT | os.O_EXCL | os.O_RDWR
 
 
 class Serving(mfusepy.Operations):
-    """Does what is asked with the files of `shown`, unless there are other orders."""
+    """Serves the files of `shown`; orders may make operations fail."""
 
     use_ns = True
 
@@ -32,7 +32,7 @@ class Serving(mfusepy.Operations):
         self._orders = orders
 
     def _is_short(self, operation: str) -> bool:
-        """Obey the order, if there is one for this operation."""
+        """Raise the ordered error of this operation, if any. Returns whether it is "short"."""
         with open(self._orders, encoding="ascii") as file:
             wanted = json.load(file).get(operation)
         if wanted is not None and wanted != "short":

@@ -1,9 +1,9 @@
-"""A store whose disk stops to answer, in a process of its own: a test must not hang with it.
+"""A store whose disk stops answering, in a separate process, so that a test cannot hang with it.
 
     python -m tests.faults.hanging DIRECTORY PART
 
-Prints a line of JSON for each thing that was found out. When the disk is to hang, or to go on, it
-asks its parent to see to that, and waits until it has.
+Prints a line of JSON for each result. To make the disk hang or resume, it asks its parent, and
+waits until the parent has done so.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tierstore import TierStore
 
 BUDGET = 24 * PAGE
 SOON = 2.0
-"""Seconds that a call is given while the disk hangs."""
+"""Timeout of calls while the disk hangs, in seconds."""
 VALUES = {"far": 1, "near": 2, "unsaved": 3}
 
 
 def tell(**found: Any) -> None:
-    """To the parent."""
+    """Send to the parent."""
     print(json.dumps(found), flush=True)
 
 
 def wait_for(word: str) -> None:
-    """Until the parent says so."""
+    """Wait for the parent's word."""
     tell(wants=word)
     assert sys.stdin.readline().strip() == word
 
@@ -50,12 +50,12 @@ def outcome(act: Callable[[], Any]) -> dict[str, Any]:
 
 
 def since(began: float) -> float:
-    """Seconds."""
+    """Return the seconds since then."""
     return round(time.monotonic() - began, 3)
 
 
 def filled(directory: str) -> TierStore:
-    """A store with a group on disk, one in memory, and one that is to be saved."""
+    """Return a store with a group on disk, one in memory, and one to be saved."""
     store = TierStore(BUDGET, directory, device="cpu")
     store.put("far", tensors_of(VALUES["far"]))
     store.flush()
@@ -85,7 +85,7 @@ def getting(directory: str) -> None:
 
 
 def closing(directory: str) -> None:
-    """Check that `close` ends with a hung disk, and that no other store opens meanwhile."""
+    """Check that `close` ends with a hung disk, and that no other store opens in the meantime."""
     store = filled(directory)
     store.put("unsaved", tensors_of(VALUES["unsaved"]))
     wait_for("hang")

@@ -1,8 +1,8 @@
-"""Makes the calls fail by which Python reaches files: any one of them, or all from one on.
+"""Makes Python's file system calls fail: any single one, or all from one on.
 
-Those that concern files below some directory are counted. A call that fails does what such a call
-of the system does: a close that fails has closed, and a sync that fails has lost what it was to
-write.
+Calls that concern files below some directory are counted. A failing call has the effects of the
+system's failing call: a failed close has closed the file, and a failed sync has lost the data it
+was to write.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TAKES_ROOM = {"create", "mkdir", "link", "rename", "replace"} | WRITING | SIZING
 
 @dataclass(frozen=True)
 class Fault:
-    """An error of the system, and the calls that may end with it; or short reads and writes."""
+    """A system error and the calls that may fail with it; or short reads and writes."""
 
     name: str
     number: int
@@ -45,7 +45,7 @@ FAULTS = {
         "EDQUOT": TAKES_ROOM | {"close"},
         "EROFS": {"open to write", "create"} | CHANGING | SIZING,
         "EMFILE": OPENING,
-        # Calls that Python does not repeat by itself; the tests with strace cover the others.
+        # Python does not repeat these calls by itself; the tests with strace cover the others.
         "EINTR": {"listdir", "scandir", "stat", "lstat", "statvfs", "close"} | CHANGING,
         "EACCES": OPENING | {"stat", "lstat", "mmap"} | CHANGING,
         "ESTALE": EVERY - {"close", "mmap", "posix_fadvise"},
@@ -57,9 +57,9 @@ FAULTS = {
 
 @dataclass
 class Injector:
-    """Lets call number `first` below `root` fail, and those after it too unless it is `once`.
+    """Makes call number `first` below `root` fail, and all later ones too unless it is `once`.
 
-    Only calls that the fault may concern are counted. `failed` says which have failed.
+    Only calls that can have the fault are counted. `failed` lists the calls that failed.
     """
 
     root: str
@@ -85,7 +85,7 @@ class Injector:
         return path == self.root or path.startswith(self.root + "/") or path in OF_THIS_PROCESS
 
     def answer(self, call: Call) -> Any:
-        """Make the call, or let it fail."""
+        """Make the call, or make it fail."""
         if not self.fires(_kind(call), call.path):
             return call.go_on()
         return call.fail(self.fault.number) if self.fault.number else call.in_part()
@@ -104,7 +104,7 @@ def _kind(call: Call) -> str:
 
 @contextmanager
 def injected(root: Any, fault: Fault, first: int, *, once: bool) -> Iterator[Injector]:
-    """Inside, calls that concern files below `root` fail as is said."""
+    """Inject a fault into calls that concern files below `root`, inside the block."""
     injector = Injector(str(root), fault, first, once)
     names = EVERY - {"open to write", "create"} | {"mmap of libc"}
     with (

@@ -1,8 +1,8 @@
-"""KeyboardInterrupt, raised at any one instruction of the library's own code.
+"""Raises KeyboardInterrupt at any single instruction of the library's code.
 
-Ctrl-C may come between any two instructions of the interpreter. An action is therefore run
-repeatedly, and an exception is raised at its first instruction, at its second, and so on until the
-action ends before that instruction.
+Ctrl-C may come between any two instructions of the interpreter. So an action is run repeatedly,
+with an exception raised at its first instruction, then at its second, and so on until the action
+ends before that instruction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PACKAGE = str(Path(tierstore.__file__).parent)
 class Interrupter:
     """Raises KeyboardInterrupt at instruction number `turn` (from 0) of the package on this thread.
 
-    `count` tells how many instructions were run, and `where` it was raised.
+    `count` is the number of instructions run, and `where` the place of the interrupt.
     """
 
     def __init__(self, turn: int, kind: type[BaseException] = KeyboardInterrupt) -> None:
@@ -38,7 +38,7 @@ class Interrupter:
         return bool(self.where)
 
     def run(self, action: Callable[[], Any]) -> None:
-        """Run `action`; what it is interrupted with ends here."""
+        """Run `action`, and catch the interrupt that it gets."""
         threading.current_thread()
         sys.settrace(self._enter)
         try:
@@ -70,10 +70,10 @@ class Interrupter:
 class InterruptAt:
     """Raises KeyboardInterrupt where Python would, at the `point`-th check for signals.
 
-    Only checks in code below a directory count. `where` is the place, if there were so many.
+    Only checks in code below a directory count. `where` is the place, if that check was reached.
     """
 
-    # Instructions after which (or at the start of a function) the interpreter looks for signals.
+    # The interpreter checks for signals after these instructions, and at the start of functions.
     LOOKS = ("CALL", "CALL_FUNCTION_EX", "JUMP_BACKWARD", "RESUME")
 
     def __init__(self, point: int, below: Path = Path(PACKAGE)) -> None:
@@ -120,10 +120,10 @@ def interrupt() -> None:
 
 @contextmanager
 def at_call(function: Callable[..., Any], act: Callable[[], object] = interrupt) -> Iterator[None]:
-    """Inside, on this thread: the first call of a function or method begins with `act`.
+    """Run `act` at the start of the first call of a function or method, on this thread.
 
-    What it raises is raised there, as an interrupt is. Not for what is decorated: the code of all
-    that have the same decorator is one.
+    Its exception is raised there, like an interrupt. Decorated functions are not supported: all
+    functions with the same decorator share one code object.
     """
     assert not hasattr(function, "__wrapped__")
     code = getattr(function, "__func__", function).__code__

@@ -31,7 +31,7 @@ Value = int | None | Some
 
 
 class Undecided(Exception):
-    """The history is too long, or too wild, to be judged."""
+    """The history is too long or too complex to be judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +51,13 @@ class Operation:
     only: Value = Some.ANY
 
     def fits(self, value: int | None) -> bool:
-        """Return whether it can take effect where `value` is."""
+        """Return whether it can take effect when the value is `value`."""
         if self.found is Some.ANY:
             return True
         return value is not None if self.found is Some.GROUP else self.found == value
 
     def after(self, value: int | None) -> int | None:
-        """The value that is there when it has come."""
+        """Return the value after it has taken effect."""
         passes = self.only is not Some.ANY and self.only != value
         return value if passes or isinstance(self.left, Some) else self.left
 
@@ -69,7 +69,7 @@ class Operation:
 
 @dataclass
 class _Search:
-    """One history, in the order of its begins."""
+    """A history in the order of its begins."""
 
     operations: list[Operation]
     limit: int
@@ -77,7 +77,7 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.needed = sum(1 << i for i, op in enumerate(self.operations) if not op.maybe)
-        # Which operations find a value, and which leave it: as bits.
+        # Operations that find a value, and those that leave it, as bit masks.
         self.finders: dict[Value, int] = defaultdict(int)
         self.makers: dict[Value, int] = defaultdict(int)
         for i, op in enumerate(self.operations):
@@ -85,8 +85,8 @@ class _Search:
             self.makers[op.left] |= 1 << i
 
     def order(self, value: int | None) -> list[Operation] | None:
-        """An order in which everything fits, from `value` on; None if there is none."""
-        path: list[tuple[int, int, int | None]] = []  # operation, and where we were before it
+        """Return an order from `value` on in which every operation fits; None if there is none."""
+        path: list[tuple[int, int, int | None]] = []  # operation, and the state before it
         places = [iter([*self._next(0, value)])]
         done = 0
         while self.needed & ~done:
@@ -112,7 +112,7 @@ class _Search:
             raise Undecided(f"{len(self.operations)} operations, {self.limit} positions visited")
 
     def _next(self, done: int, value: int | None) -> list[int]:
-        """Return the operations that can come next. One that changes nothing comes at once."""
+        """Return the operations that can come next. One that changes nothing is taken at once."""
         found = []
         for i in self._open(done):
             op = self.operations[i]
@@ -125,7 +125,7 @@ class _Search:
         return found
 
     def _open(self, done: int) -> list[int]:
-        """The operations before which no other must come."""
+        """Return the operations that no other has to precede."""
         found, deadline = [], inf
         first = (~done & (done + 1)).bit_length() - 1
         for i in range(first, len(self.operations)):
@@ -148,9 +148,9 @@ class _Search:
 def order(
     start: int | None, operations: Iterable[Operation], *, limit: int = LIMIT
 ) -> list[Operation] | None:
-    """An order that explains the history of one key that held `start`; None if there is none.
+    """Return an order that explains a key's history from value `start`; None if there is none.
 
-    Raises Undecided after having visited more than `limit` positions.
+    Raises Undecided after visiting more than `limit` positions.
     """
     return _Search(sorted(operations, key=lambda op: op.begin), limit).order(start)
 
@@ -186,7 +186,7 @@ def _unfinished(operation: Operation) -> Operation:
 
 
 def lent(value: int) -> int:
-    """The value while one caller has it exclusively: the group exists and others cannot read it."""
+    """Return the value while one caller has the group exclusively: it exists but is unreadable."""
     return -value
 
 
@@ -201,17 +201,17 @@ class History:
         self._operations: dict[str, list[Operation]] = defaultdict(list)
 
     def now(self) -> int:
-        """A moment that is later than all before."""
+        """Return a moment later than all before."""
         return next(self._clock)
 
-    def add(  # what was found and what was left, when and by whom: all of it is needed
+    def add(  # value found, value left, when, and by which thread: all are needed
         self, key: str, begin: int, found: Value, left: Value, who: str
     ) -> None:
-        """An operation that began at `begin` is over now."""
+        """Add an operation that began at `begin` and ends now."""
         self._operations[key].append(Operation(begin, self.now(), found, left, who))
 
     def add_cut(self, key: str, begin: int, left: Value, who: str) -> None:
-        """An operation was cut short: it takes effect at some time before all is settled."""
+        """Add an interrupted operation: it takes effect before the history is settled, or never."""
         self._operations[key].append(Operation(begin, inf, Some.ANY, left, who, maybe=True))
 
     def add_return(self, key: str, begin: int, value: int, left: Value, who: str) -> None:

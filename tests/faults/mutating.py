@@ -1,9 +1,9 @@
-"""Hostile files: seeds, and changes of every kind to them.
+"""Hostile files: seeds, and all kinds of changes to them.
 
-A change is made at its own level: bits and bytes, the length that a file announces, the file's end,
-and the JSON, which is parsed, changed and written again (names may occur twice there). The header
-of an object file is then `sealed` with a new checksum, or not: bit rot does not know the checksum,
-an attacker does.
+A change acts at one level: bits and bytes, the length that a file announces, the file's end, or the
+JSON, which is parsed, changed and written again (names may repeat there). The header of an object
+file is then `sealed` with a new checksum, or not: bit rot does not know the checksum, an attacker
+does.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Seed:
 
 @dataclass(frozen=True)
 class Mutant:
-    """A changed file, and what was done to it. `sealed`: its header's checksum was made to fit."""
+    """A changed file, and the change. `sealed`: its header's checksum was updated."""
 
     seed: Seed
     raw: bytes
@@ -106,7 +106,7 @@ def seeds() -> list[Seed]:
     ]
 
 
-# JSON that may say a name twice ------------------------------------------------------------------
+# JSON in which names may repeat ------------------------------------------------------------------
 
 
 class Members(list[tuple[Any, Any]]):
@@ -114,7 +114,7 @@ class Members(list[tuple[Any, Any]]):
 
 
 class Literal(str):
-    """Text that is written as it is."""
+    """Text that is written verbatim."""
 
     __slots__ = ()
 
@@ -141,7 +141,7 @@ Place = tuple[Any, int]
 
 
 def places(value: Any) -> Iterator[Place]:
-    """Every place of a document that holds a value: whose, and which."""
+    """Yield the place of every value of a document, as a container and an index."""
     if isinstance(value, list):
         for i, each in enumerate(value):
             yield value, i
@@ -178,7 +178,7 @@ EXTRA = ["dtype", "shape", "data_offsets", "extra", "", "weight", "__metadata__"
 
 
 def edit(document: Any, rnd: random.Random) -> str:
-    """Make one change to a random place of a document. Tells which."""
+    """Make one change to a random place of a document. Returns its name."""
     found = list(places(document))
     if not found:
         document.append((rnd.choice(EXTRA), copy.deepcopy(rnd.choice(WRONG))))
@@ -193,7 +193,7 @@ def _replace(place: Place, rnd: random.Random) -> None:
 
 
 def _count(place: Place, rnd: random.Random) -> None:
-    """Another number near to the one that is there."""
+    """Replace a number, mostly by one near it."""
     value = value_at(place)
     numbers = value if isinstance(value, list) and not isinstance(value, Members) else None
     if type(value) is int:
@@ -242,7 +242,7 @@ def _shift(place: Place, rnd: random.Random) -> None:
 
 
 def _huge(place: Place, rnd: random.Random) -> None:
-    """Sizes that no machine can multiply; a zero among them makes nothing of it."""
+    """Insert sizes whose product overflows; with a zero among them the product is zero."""
     value = value_at(place)
     if isinstance(value, list) and not isinstance(value, Members):
         put_at(place, [2 ** rnd.choice([31, 40, 62]) for _ in range(3)] + value)
@@ -326,7 +326,7 @@ def cut(seed: Seed, rnd: random.Random) -> Mutant:
 
 
 def structure(seed: Seed, rnd: random.Random) -> Mutant:
-    """The header's JSON, changed."""
+    """Change the header's JSON."""
     document = parsed(seed.head)
     done = [edit(document, rnd) for _ in range(rnd.choice([1, 1, 1, 2, 3]))]
     return _from_document(seed, document, ", ".join(done), rnd)
@@ -350,7 +350,7 @@ def views(seed: Seed, rnd: random.Random) -> Mutant:
 
 
 def digests(seed: Seed, rnd: random.Random) -> Mutant:
-    """Checksums, changed or gone."""
+    """Change or remove checksums."""
     document = parsed(seed.head)
     metadata = _member(document, "__metadata__")
     if not seed.ours or metadata is None:
@@ -391,14 +391,14 @@ def _from_document(
 
 
 def _again(seed: Seed, head: bytes, done: str, rnd: random.Random, seal: bool = False) -> Mutant:
-    """A file with this header, padded as the seed's; sealed anew, perhaps."""
+    """Return a file with this header, padded to the seed's length; perhaps sealed."""
     head = head.ljust(len(seed.head))
     seal = seed.ours and (seal or rnd.random() < 0.5)
     return Mutant(seed, file_of(sealed(head) if seal else head, seed.data), done, seal)
 
 
 def sealed(head: bytes) -> bytes:
-    """An object file's header with the checksum that it should have."""
+    """Return an object file's header with the right checksum."""
     mark = f'"{HEADER_SUM}":"'.encode()
     at = head.find(mark) + len(mark)
     if at < len(mark) or head[at + len(NO_SUM) : at + len(NO_SUM) + 1] != b'"':

@@ -1,8 +1,8 @@
 """Self-describing values, work that stores them, and the promises about them.
 
 Workers report each change before it begins, and when it is acknowledged. From these reports alone,
-`Promised` knows what may be found after a power cut: the value acknowledged last, or any that was
-begun since.
+`Promised` knows the allowed values after a power cut: the last acknowledged one, or any begun
+since.
 """
 
 from __future__ import annotations
@@ -107,10 +107,7 @@ class Promised:
         return wrong
 
     def begin_with(self, found: dict[str, Name | str]) -> None:
-        """Take what was found after a power cut as durable.
-
-        Weights that no object refers to are an exception.
-        """
+        """Take the contents found after a power cut as durable."""
         self._may = {key: [name] for key, name in found.items() if not isinstance(name, str)}
         for key in self._may:
             if key.startswith(WEIGHTS):
@@ -155,7 +152,7 @@ class Worker:
         return f"{self._name}/{self._random.randrange(KEYS)}"
 
     def _next(self, like: int | None = None) -> int:
-        """A number that was not used yet, for a value as large as that of another number."""
+        """Return an unused number, for a value as large as that of `like` if given."""
         self._number += 1
         while like is not None and (self._number - like) % len(SIZES):
             self._number += 1
@@ -206,8 +203,8 @@ class Worker:
         self._tell("begin", weights, self._registered, number)
         self._store.register(self._registered, tensors)
         self._tell("sure", weights)
-        # From here on they may go: with the group that lies in their file, or when a store is
-        # closed in which nothing does.
+        # From here on the weights may be deleted: with the group that lies in their file, or when a
+        # store closes in which no group does.
         self._tell("begin", weights, self._registered, None)
         self._durable[self._registered] = number
 
@@ -256,7 +253,7 @@ def look(store: TierStore, disk_dir: Path) -> tuple[dict[str, Name | str], list[
 
 
 def read_back(found: dict[str, list[Any] | str]) -> dict[str, Name | str]:
-    """Names parsed from JSON."""
+    """Return names parsed from JSON as tuples."""
     return {key: n if isinstance(n, str) else (n[0], n[1]) for key, n in found.items()}
 
 

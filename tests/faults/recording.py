@@ -1,4 +1,4 @@
-"""Writes down every call that changes something below a directory."""
+"""Records every call that changes anything below a directory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tests.helpers.system_calls import Call, answered
 
 
 class Recorder:
-    """Writes down what this process does below `root`, an empty directory, while it is entered.
+    """Records this process's calls below `root`, an empty directory, inside the block.
 
-    One call at a time: the order of the record is the true one. Sync number `failing` fails.
+    Calls are serialised, so the record has their true order. Sync number `failing` fails.
     """
 
     def __init__(self, root: Path, failing: int | None = None) -> None:
@@ -65,10 +65,10 @@ class Recorder:
         trace: TracebackType | None,
     ) -> None:
         self._patched.close()
-        if error is None:  # all that there is was recorded
+        if error is None:  # every object below `root` was recorded
             disk = Disk()
             for event in self.events:
-                if not isinstance(event, Failed):  # unnoticed until the power is cut
+                if not isinstance(event, Failed):  # unnoticed until a power cut
                     disk.happen(event)
             assert disk.tree(last, whole) == tree_of(self._root)
 
@@ -81,11 +81,11 @@ class Recorder:
         return status.st_dev, status.st_ino
 
     def _it(self, descriptor: int) -> int | None:
-        """The number of an open file or directory; None if it does not concern us."""
+        """Return the number of an open file or directory; None if it is not below `root`."""
         return self._known.get(self._id(os.fstat(descriptor)))
 
     def _place(self, path: Any, dir_fd: int | None) -> tuple[int, str] | None:
-        """The directory and the name; None if they do not concern us."""
+        """Return the directory's number and the name; None if it is not below `root`."""
         folder, name = os.path.split(os.fspath(path))
         if dir_fd is not None:
             assert not folder
@@ -102,7 +102,7 @@ class Recorder:
     def _open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         if flags & os.O_TMPFILE == os.O_TMPFILE or not flags & os.O_CREAT:
             descriptor = self._true["open"](path, flags, mode, dir_fd=dir_fd)
-            if flags & os.O_TMPFILE == os.O_TMPFILE:  # its number may have been another's
+            if flags & os.O_TMPFILE == os.O_TMPFILE:  # the inode may have been another file's
                 self._known.pop(self._id(os.fstat(descriptor)), None)
             return descriptor
         place = self._place(path, dir_fd)

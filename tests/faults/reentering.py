@@ -141,8 +141,8 @@ class Signalling:
 class Calls:
     """Calls each public method of a store in turn, and compares the results.
 
-    `refused` counts calls that raised because they were reentrant, by place; `unlucky` those that
-    failed because of others' leases or the closed store; `wrong` has every fault.
+    `refused` counts calls that raised because they were reentrant, by place. `unlucky` counts those
+    that failed because of other callers' leases or the closed store. `wrong` lists all faults.
     """
 
     def __init__(self, store: TierStore, scratch: Path, patience: float = PATIENCE) -> None:
@@ -176,7 +176,7 @@ class Calls:
         self.one(next(self._calls), where)
 
     def one(self, call: Callable[[], None], where: str) -> None:
-        """Make this call, and record its errors."""
+        """Make this call and record its errors."""
         try:
             call()
         except ReentrantCallError:
@@ -251,7 +251,7 @@ class Calls:
         self.store.trace(self._scratch / "trace.json")
 
     def _next(self) -> tuple[str, torch.Tensor]:
-        """Return a key that no other call uses, and a value."""
+        """Return an unused key, and a value."""
         turn = next(self._turns)
         return f"visited {turn}", pages(turn)
 

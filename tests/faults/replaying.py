@@ -1,11 +1,10 @@
-"""A disk replayed up to some moment, without some of the writes that it had not flushed yet.
+"""Replays a disk up to some moment, without some of its unflushed writes.
 
     python -m tests.faults.replaying '[{"kind": "ext4", "place": ..., "states": 100}]'
 
-A store works on a file system on a disk that remembers every write (`block_device.py`). What a
-disk has flushed, it has; of what it was given since, a power cut leaves anything. So there is a
-state behind each write, and more of them: the file system is mounted in that state, by its own
-kernel, and a store is opened there.
+A store works on a file system whose disk records every write (`block_device.py`). Flushed writes
+are on the disk; any of the later ones may be missing after a power cut. So each write is followed
+by many possible states. The kernel mounts the file system in such a state, and a store opens there.
 
 Processes are forked from this one, which computes nothing itself. Prints a line of JSON for each
 state: the number of the plan, and a `Cut`.
@@ -31,7 +30,7 @@ from tests.faults.promised import BUDGET, Promised, Worker, contents, read_back,
 from tests.helpers.processes import Tell, forked, messages_from
 from tierstore import TierStore
 
-SIZES = {"ext4": 48 << 20, "xfs": 320 << 20}  # xfs does without no less
+SIZES = {"ext4": 48 << 20, "xfs": 320 << 20}  # xfs needs as much
 STEPS = 15
 SECTOR = 512
 
@@ -54,9 +53,9 @@ class Plan:
 
 @dataclass
 class Cut:
-    """One state: the log entry that it is behind, and how many unflushed writes it has lost.
+    """A state: the log entry before it, and the number of unflushed writes lost.
 
-    `broken` lists promises that do not hold, and `left` the files that belong to no group.
+    `broken` lists broken promises, and `left` the files that belong to no group.
     """
 
     behind: int
@@ -75,7 +74,7 @@ class Cut:
 
 
 def work(device: Device, disk_dir: Path, plan: Plan) -> None:
-    """Two sessions. What they tell is remembered by the disk, between its writes."""
+    """Run two sessions. The disk records their reports between its writes."""
     marks = os.open(device.marks, os.O_WRONLY)
 
     def tell(*told: Any) -> None:
@@ -89,7 +88,7 @@ def work(device: Device, disk_dir: Path, plan: Plan) -> None:
 
 
 def record(plan: Plan, image: Path) -> list[Entry]:
-    """Work on a disk that begins as `image`. Returns what happened to it."""
+    """Work on a disk that begins as `image`. Returns the disk's log."""
     place = Path(plan.place)
     disk, log = place / "disk.image", place / "log"
     copy(image, disk)
@@ -109,7 +108,7 @@ def record(plan: Plan, image: Path) -> list[Entry]:
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a file with holes."""
+    """Copy a sparse file."""
     run(program("cp"), "--sparse=always", source, target)
 
 
@@ -118,7 +117,7 @@ def copy(source: Path, target: Path) -> None:
 
 @dataclass
 class Moment:
-    """Behind an entry: what the disk was given and has not flushed, and what was promised."""
+    """A moment after a log entry: the unflushed writes, and the promises made so far."""
 
     behind: int
     given: Sequence[Entry]
@@ -126,7 +125,7 @@ class Moment:
 
 
 def moments(entries: Sequence[Entry], image: Path, wanted: Sequence[int]) -> Iterator[Moment]:
-    """The wanted ones, in order. `image` holds what the disk has flushed until then."""
+    """Yield the wanted moments in order. `image` then holds all writes flushed before."""
     given: list[Entry] = []
     promised = Promised()
     left = list(wanted)
@@ -146,7 +145,7 @@ def moments(entries: Sequence[Entry], image: Path, wanted: Sequence[int]) -> Ite
 
 
 def choose(entries: Sequence[Entry], count: int, chosen: random.Random) -> list[int]:
-    """Moments right behind an acknowledgement, a third, and behind writes of a store at work."""
+    """Choose moments: a third right after an acknowledgement, the others after a store's writes."""
     marks = [at for at, entry in enumerate(entries) if entry.kind == MARK]
     sure = [at for at in marks if "sure" in json.loads(entries[at].data)[0]]
     writes = [at for at in range(marks[0], marks[-1]) if entries[at].kind == WRITE]
@@ -155,7 +154,7 @@ def choose(entries: Sequence[Entry], count: int, chosen: random.Random) -> list[
 
 
 def keep_some(image: Path, given: Sequence[Entry], chosen: random.Random) -> int:
-    """Write some of what the disk was given. Returns how many it has lost."""
+    """Write some of the unflushed data. Returns the number of writes lost."""
     share = chosen.choice((0, 0.5, 0.5, 1))
     lost = 0
     with open(image, "r+b", buffering=0) as file:
@@ -170,7 +169,7 @@ def keep_some(image: Path, given: Sequence[Entry], chosen: random.Random) -> int
 
 
 def look(disk_dir: Path, promised: Promised, result: Cut) -> None:
-    """Open the store in another process, read everything, and note what that finds."""
+    """Open the store in another process, read everything, and record the findings."""
     told, *_ = messages_from(*forked(lambda tell: tell("found", *contents(disk_dir))))
     if told[0] != "found":
         result.broken.append(f"surprise: it could not be opened: {told}")

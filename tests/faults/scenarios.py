@@ -1,4 +1,4 @@
-"""Small uses of a store, and the promises that hold while and after calls fail.
+"""Short uses of a store, and the promises that hold during and after failed calls.
 
 A `World` is a store and the values that each key may have, now and in the next store. A call that
 failed may have taken effect or not; one that returned has taken effect.
@@ -72,9 +72,9 @@ class World:
     store: TierStore | None = None
     visible: dict[str, set[Value]] = field(default_factory=dict)
     durable: dict[str, set[Value]] = field(default_factory=dict)
-    transient: set[str] = field(default_factory=set)  # keys of groups that never outlive the store
+    transient: set[str] = field(default_factory=set)  # keys of non-durable groups
     errors: list[str] = field(default_factory=list)  # reported errors
-    mapped: dict[str, torch.Tensor] = field(default_factory=dict)  # of a file
+    mapped: dict[str, torch.Tensor] = field(default_factory=dict)
     closed: bool = False
 
     @property
@@ -91,7 +91,7 @@ class World:
         except TierStoreError as error:
             assert_names_a_remedy(error, self)
             self.errors.append(f"{type(error).__name__}: {error}")
-            return False, None  # without the error, whose traceback refers to locals
+            return False, None  # not the error: its traceback refers to locals
 
     def open(self) -> bool:
         try:
@@ -120,7 +120,7 @@ class World:
             self.acknowledge()
 
     def acknowledge(self) -> None:
-        """Check that every visible durable group is on disk."""
+        """Record that every visible durable group is on disk."""
         for key, values in self.visible.items():
             self.durable[key] = {ABSENT} if key in self.transient else set(values)
 
@@ -169,10 +169,10 @@ def assert_names_a_remedy(error: TierStoreError, world: World) -> None:
     """Check that an error is the library's, names its subject and a remedy, and has its cause."""
     text = str(error)
     subjects = [str(world.place), "/proc/self/", *map(repr, world.visible)]
-    assert any(subject in text for subject in subjects), f"about what? {text}"
-    assert ADVICE.search(text), f"and now? {text}"
+    assert any(subject in text for subject in subjects), f"no subject: {text}"
+    assert ADVICE.search(text), f"no remedy: {text}"
     if type(error) is TransferError and " failed (" in text:
-        assert isinstance(error.__cause__, OSError), f"without its cause: {text}"
+        assert isinstance(error.__cause__, OSError), f"no cause: {text}"
 
 
 # Promises -----------------------------------------------------------------------------------------
@@ -188,14 +188,14 @@ def nothing_left_behind() -> Iterator[None]:
     before, threads = open_files(), set(threading.enumerate())
     try:
         yield
-        if left_open(before):  # perhaps by objects that await collection
+        if left_open(before):  # e.g. by objects that await collection
             gc.collect()
     finally:
         sys.unraisablehook, threading.excepthook = hooks
     assert not stray, stray
-    assert not left_open(before), f"descriptors are left: {left_open(before)}"
+    assert not left_open(before), f"descriptors are still open: {left_open(before)}"
     alive = [t.name for t in set(threading.enumerate()) - threads]
-    assert not alive, f"threads are left: {alive}"
+    assert not alive, f"threads are still running: {alive}"
 
 
 def left_open(before: dict[int, str]) -> list[str]:
@@ -209,7 +209,7 @@ def copy_tree(source: Path, target: Path) -> None:
     for entry in sorted(source.iterdir()):
         if entry.is_dir():
             copy_tree(entry, target / entry.name)
-        elif not entry.name.startswith(".fuse_hidden"):  # open there, and removed
+        elif not entry.name.startswith(".fuse_hidden"):  # removed while open
             shutil.copyfile(entry, target / entry.name)
 
 
@@ -233,7 +233,7 @@ def check_directory(directory: Path, durable: dict[str, set[Value]], scratch: Pa
 
 
 def check_afterwards(world: World) -> None:
-    """Check that the store works as before, once the fault is gone. Closes the store."""
+    """Check that the store works as before after the fault has ended. Closes the store."""
     store = world.store
     assert store is not None
     unreadable = set(core_of(store).directory.damaged)
@@ -249,7 +249,7 @@ def check_afterwards(world: World) -> None:
                 world.get(key)  # an error not raised yet may come now, once
         told = len(world.errors)
         check_use(world)
-        assert world.errors[told:] == [], "it does not work, though the fault is gone"
+        assert world.errors[told:] == [], "the store fails although the fault has ended"
         assert_at_rest(store)
     store.close()
 
@@ -279,7 +279,7 @@ def check_use(world: World) -> None:
 
 @dataclass(frozen=True)
 class Scenario:
-    """`prepare` makes the files, `begin` runs before the fault, and `act` meets it."""
+    """`prepare` creates the files, `begin` runs before the fault, and `act` during it."""
 
     name: str
     prepare: Callable[[World], None]
@@ -289,11 +289,11 @@ class Scenario:
 
 
 def nothing(world: World) -> None:
-    """Prepare for nothing."""
+    """Prepare nothing."""
 
 
 def stored(*keys: str) -> Callable[[World], None]:
-    """A directory in which these keys have the values 1, 2, and so on."""
+    """Return a preparation of a directory in which these keys have the values 1, 2, and so on."""
 
     def prepare(world: World) -> None:
         with TierStore(BUDGET, world.disk_dir, device="cpu") as store:
@@ -369,7 +369,7 @@ def closing(world: World) -> None:
     world.close()
 
 
-# Checkpoints and registered tensors: the values are 1 and 2 of two files.
+# Checkpoints and registered tensors: values 1 and 2 are those of two files.
 
 
 def with_checkpoint(world: World) -> None:
@@ -425,7 +425,7 @@ def adopt_one(world: World, key: str, tensors: dict[str, torch.Tensor], value: i
     done, homes = world.attempt(world._store.register, key, tensors)
     assert done == (key in world._store)
     if done:
-        assert value_of(homes) == value, "a home shows something else"
+        assert value_of(homes) == value, "a host view has other values"
         world.visible[key] = {value}
 
 

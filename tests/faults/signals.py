@@ -1,10 +1,10 @@
-"""A process whose main thread uses a store while somebody interrupts it.
+"""A process whose main thread uses a store while another process interrupts it.
 
     python -m tests.faults.signals '{"place": ..., "seed": 1, "fault": "", "patience": 60}'
 
-Writes a byte when it is ready and for each KeyboardInterrupt, and a line of JSON at the end: after
-SIGTERM. After each interrupt the store must be usable; at the end nothing is lent, nothing waits,
-and every value is the last that was put, or the one of a put that was interrupted.
+Writes a byte when it is ready and after each KeyboardInterrupt, and a line of JSON after SIGTERM.
+After each interrupt the store must be usable. At the end nothing is leased, nothing waits, and
+every value is the last one put or that of an interrupted put.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ class Worker:
         self.over = False
 
     def work(self) -> None:
-        """Until told to end. Each interrupt is answered with a byte."""
+        """Work until SIGTERM. Each interrupt is answered with a byte."""
         begun = False
         while not self.over:
             try:
-                if not begun:  # from then on it may be interrupted
+                if not begun:  # interrupts may come from here on
                     begun = True
                     os.write(1, b".")
                 while not self.over:
                     self.step()
             except KeyboardInterrupt:
-                pass  # while it is handled its traceback may keep a lease that was just entered
+                pass  # meanwhile its traceback may keep a lease that was just entered
             if not self.over:
                 self.answered()
 
     def answered(self) -> None:
-        """Send the next interrupt when this one is handled, while a store is in use."""
+        """Request the next interrupt after this one is handled, and while a store is in use."""
         while True:
             try:
                 self.interrupts += 1
@@ -71,7 +71,7 @@ class Worker:
     def step(self) -> None:
         key = key_of(self.random.randrange(KEYS))
         acts = [self.put, self.put, self.get, self.get, self.read, self.update, self.discard]
-        faulthandler.dump_traceback_later(self.patience, exit=True)  # it would wait for ever
+        faulthandler.dump_traceback_later(self.patience, exit=True)  # else it hangs forever
         self.random.choice(acts)(key)
         self.steps += 1
 
@@ -115,7 +115,7 @@ class Worker:
             self.see(key, None)
 
     def change(self, key: str, tensors: Any, old: int, new: int) -> None:
-        """Whole, or not at all: an interrupt between two tensors would be this test's own."""
+        """Change all tensors or none: an interrupt in between would be this test's own fault."""
         late: list[int] = []
         self.may_be[key] = {old, new}
         signal.signal(signal.SIGINT, lambda number, _: late.append(number))
@@ -142,7 +142,7 @@ class Worker:
     def finish(self) -> None:
         """Stop the interrupts."""
         faulthandler.dump_traceback_later(self.patience, exit=True)
-        gc.collect()  # leases that were lost on their way to a variable
+        gc.collect()  # leases lost before they were assigned to a variable
         assert_at_rest(self.store)
         self.store.flush()
         for key in self.may_be:

@@ -1,11 +1,11 @@
-"""A process that uses one store for a long time, and measures its cost.
+"""A process that uses one store for a long time and measures its resources.
 
     python -m tests.faults.soak '{"place": ..., "gets": 1000000, "faults": true, "leak": 0}'
 
 Threads get, put, change and discard small groups, of which about two thirds fit. In odd parts of a
 run, one system call in about a thousand operations fails. After each part all threads are idle: the
-bookkeeping of the store must agree with reality, and the memory of the process, its files and its
-threads are recorded. Prints a line of JSON with all records.
+store's bookkeeping must be exact, and the process's memory, files and threads are recorded. Prints
+a line of JSON with all records.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from tierstore.store import engine_of
 from tierstore.system.objects import object_name
 from tierstore.tiers.entry import GroupEntry
 
-KEYS = 240  # of each one half lasts, the other does not
+KEYS = 240  # half of them are durable
 PAGES = 390  # of about 600
 THREADS = 2
 PARTS = 30
-KEPT = 256  # events of each sort; of so few, memory is taken soon
+KEPT = 256  # events of each kind: so few that their memory is allocated soon
 FAULT_EVERY = 1000
 CALLS = ("preadv", "pwrite", "fsync", "rename", "posix_fallocate", "unlink")
 
@@ -76,7 +76,7 @@ class Told:
 
 
 class Faults:
-    """Lets a call of the system fail now and then, while `broken`."""
+    """Makes a system call fail now and then, while `broken`."""
 
     def __init__(self, seed: int, operations: Callable[[], int]) -> None:
         self.broken = False
@@ -107,7 +107,7 @@ class Faults:
 
 
 class Soak:
-    """The store, who uses it, and the notes."""
+    """The store, its users, and the notes."""
 
     def __init__(self, place: str, seed: int, leak: int) -> None:
         self.place = Path(place)
@@ -198,7 +198,7 @@ class Soak:
 
 
 class User:
-    """A thread. It alone changes some of the keys, and so knows what they hold."""
+    """A thread. Only it changes its own keys, so it knows their values."""
 
     def __init__(self, store: TierStore, number: int, seed: int) -> None:
         self.store, self.number = store, number
@@ -206,7 +206,7 @@ class User:
         self.own = [key_of(i) for i in range(KEYS) if i % THREADS == number]
         self.every = [key_of(i) for i in range(KEYS)]
         self.current: dict[str, int] = {}
-        self.unsure: dict[str, int] = {}  # of puts that failed
+        self.unsure: dict[str, int] = {}  # from failed puts
         self.count = 0
         self.serial = 0
         self.done: Counter[str] = Counter()
@@ -217,7 +217,7 @@ class User:
             self.put(key)
 
     def use(self, gets: int) -> None:
-        """So many gets, and other things between them."""
+        """Make this many gets, with other calls in between."""
         others = (self.put, self.put, self.put, self.update, self.take, self.prefetch, self.offload)
         until = self.done["get"] + gets
         while self.done["get"] < until:
@@ -230,7 +230,7 @@ class User:
             self.count += 1
 
     def _key(self, own: bool) -> str:
-        """Some more often than others."""
+        """Return a random key; some keys are more frequent."""
         keys = self.own if own else self.every
         return keys[int(len(keys) * self.random.random() ** 3)]
 
@@ -242,7 +242,7 @@ class User:
         try:
             found = tag_of(key, self.store.get(key))
         except KeyError:
-            assert key not in self.current, f"{key} is gone"
+            assert key not in self.current, f"{key} is missing"
             return
         if key in self.own:
             self.see(key, found)
@@ -259,14 +259,14 @@ class User:
         self.unsure.pop(key, None)
 
     def _put_or_not(self, key: str, tag: int) -> None:
-        """Record that a failed put may be there, if only an old file could not be removed."""
+        """Record a failed put, which took effect if only an old file could not be removed."""
         if key in self.current:
             self.unsure[key] = tag
         elif key in self.store:
             self.current[key] = tag
 
     def see(self, key: str, found: int) -> None:
-        """Assert that it is what this thread has left there."""
+        """Assert that the value is the one that this thread left."""
         if found == self.unsure.pop(key, None):
             self.current[key] = found
         assert self.current[key] == found, f"{key} is stale"
@@ -313,7 +313,7 @@ def note(operations: int, begun: float) -> Note:
 
 
 def assert_true(store: TierStore, place: Path) -> None:
-    """Check that bookkeeping equals memory and files. The store is idle."""
+    """Check that the bookkeeping matches memory and files. The store is idle."""
     carrier, planner = core_of(store).mover, core_of(store).planner
     with core_of(store).lock:
         entry = {c.group.key: c for c in carrier.entries()}
@@ -341,7 +341,7 @@ def assert_true(store: TierStore, place: Path) -> None:
 
 
 def slope(notes: list[Note]) -> float:
-    """Bytes of memory that each operation adds: the median of what any two notes say."""
+    """Return bytes of memory per operation: the median slope over all pairs of notes."""
     slopes = [
         (b.resident - a.resident) / (b.operations - a.operations)
         for a, b in itertools.combinations(notes, 2)
@@ -357,7 +357,7 @@ def main() -> None:
     soak.run(given["gets"], given.get("faults", True))
     soak.store.close()
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == files, "files are left open"
+    assert len(os.listdir("/proc/self/fd")) == files, "files are still open"
     print(json.dumps(asdict(soak.told)))
 
 

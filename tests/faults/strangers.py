@@ -1,9 +1,9 @@
-"""Random files and messages of strangers, and what each costs: see `test_hostile_fuzz.py`.
+"""Random hostile files and messages, and the cost of each: see `test_hostile_fuzz.py`.
 
     python -m tests.faults.strangers COUNT SEED BYTES SECONDS
 
-Half are changed ones of those that are written, half are made of the parts of which such files are
-made. Prints a line for each that takes more than BYTES beside its size, or longer than SECONDS.
+Half are valid ones with changes; the others are composed of the parts of such files. Prints a line
+for each that takes more than BYTES beyond its size, or longer than SECONDS.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tierstore.wire.framing import Incoming, ProtocolError
 
 
 class Strangers:
-    """Makes what strangers send, and reads it."""
+    """Makes hostile files and messages, and reads them."""
 
     def __init__(self, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -35,7 +35,7 @@ class Strangers:
         self._heads = mutants(self.chance, 1 << 40)
 
     def kinds(self) -> dict[str, tuple[Callable[[], bytes], Callable[[bytes], object]]]:
-        """Functions that make and read each kind of file."""
+        """Return functions that make and read each kind of file."""
         kinds, sent = self.chance.choice(SIDES).values
         return {
             "index": (lambda: self._document(self._index), lambda raw: indexed(raw, "the file")),
@@ -67,19 +67,19 @@ class Strangers:
 
 
 def read_header(raw: bytes) -> object:
-    """A header, as it is read of a file."""
+    """Read a header as from a file."""
     end = LENGTH_BYTES + header_length(raw[:LENGTH_BYTES], len(raw), "the file")
     return parse_header(raw[LENGTH_BYTES:end], len(raw), "the file")
 
 
 def high_water() -> int:
-    """The most bytes of memory that this process has had since it was last asked to forget that."""
+    """Return the peak memory of this process, in bytes, since the last reset."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) << 10 for line in status if line.startswith("VmHWM"))
 
 
 def read_all(count: int, seed: int, most_bytes: int, most_seconds: float) -> Iterator[str]:
-    """Format a count of files and of error messages."""
+    """Read `count` inputs. Yields a line for each excessive one, and then totals."""
     outcomes: Counter[tuple[str, str]] = Counter()
     largest, longest = 0, 0.0
     strangers = Strangers(seed)

@@ -1,4 +1,4 @@
-"""Scenarios that meet a fault, one by one: what is promised must hold during it and afterwards."""
+"""Scenarios that meet one fault at a time. The promises must hold during it and afterwards."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from tests.store.helpers import join
 
 T = TypeVar("T")
 Meet = Callable[[World], AbstractContextManager[T]]
-"""Functions that cause the fault, and end it."""
+"""Functions that cause a fault and end it."""
 
 ONE_IN_THREE = pytest.mark.full(
-    "what it is that calls: one scenario after another, of one kind", keep="a third"
+    "the cases differ only in the caller: scenarios of one kind", keep="a third"
 )
-"""A sweep over scenarios, in the default lane over some of them."""
+"""A sweep over scenarios; the default lane runs some of them."""
 
 TOLERATED = {"short"}
-"""Calls completed silently after a fault."""
+"""Faults after which calls complete without an error."""
 MOST = 1000
-"""No scenario has as many calls."""
+"""More calls than any scenario has."""
 
 
 class Sweep:
-    """One scenario, whose files are made once, in `scratch`. Any number of faults may meet it.
+    """A scenario, whose files are made once, in `scratch`, and used for any number of faults.
 
-    Of a control, `missing` takes a protection away while a fault is there.
+    In a control, `missing` removes a protection during the fault.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Sweep:
         self._durable: dict[str, set[Value]] = world.durable
 
     def meets(self, fault: Meet[T], *, untold: bool = False) -> T:
-        """Run the scenario, with a fault while it acts. Raises if a promise is broken.
+        """Run the scenario, with a fault during `act`. Raises if a promise is broken.
 
         Faults in `untold` calls raise in no caller.
         """
@@ -76,19 +76,19 @@ class Sweep:
             self.scenario.begin(world)
             with fault(world) as met, self._missing():
                 self.scenario.act(world)
-            assert not untold or world.errors == [], f"it was not made good: {world.errors}"
+            assert not untold or world.errors == [], f"no recovery: {world.errors}"
             if world.disk_dir.exists():
                 check_directory(world.disk_dir, world.durable, self._scratch)
             if world.store is None:
-                assert world.open(), f"it does not open without the fault: {world.errors}"
+                assert world.open(), f"the store does not open without the fault: {world.errors}"
             check_afterwards(world)
             world.store = None
         check_directory(world.disk_dir, world.durable, self._scratch)
-        shutil.rmtree(world.place, ignore_errors=True)  # what is mapped may still have a name
+        shutil.rmtree(world.place, ignore_errors=True)  # mapped files may still have a name
         return met
 
     def surely_meets(self, what: str, fault: Meet[T], *, untold: bool = False) -> T:
-        """The same, on a thread of its own, which must end. Failures say `what` it met."""
+        """Run `meets` on a separate thread, which must end. Failures include `what`."""
         ended: list[T] = []
         failures: list[str] = []
 
@@ -106,7 +106,7 @@ class Sweep:
         return ended[0]
 
     def every_call(self, name: str, *, once: bool) -> int:
-        """Let each call fail that may fail so, in turn. Returns how many there are."""
+        """Make each call that can have the fault fail, in turn. Returns their number."""
         fault, first = FAULTS[name], 1
         while self.call(fault, first, once=once).failed:
             first += 1
@@ -114,7 +114,7 @@ class Sweep:
         return first - 1
 
     def call(self, fault: Fault, first: int, *, once: bool) -> Injector:
-        """Let one call fail, or all from this one on."""
+        """Make one call fail, or all from this one on."""
         how = f"{fault.name} at call {first} {'once' if once else 'and from then on'}"
         meet = partial(_injected, fault=fault, first=first, once=once)
         return self.surely_meets(how, meet, untold=fault.name in TOLERATED)

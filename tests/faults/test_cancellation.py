@@ -1,4 +1,4 @@
-"""A call cancelled or interrupted at any moment leaves nothing behind, and nothing half-done."""
+"""A cancelled or interrupted call leaves nothing behind and nothing half-done."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tierstore import CorruptDataError
 from tierstore.store import engine_of
 
 
-@pytest.mark.full("what a task asks for is the same on each device", keep=["cpu"])
+@pytest.mark.full("a task makes the same requests on each device", keep=["cpu"])
 @on_both
 @pytest.mark.timeout(7200)
 def test_tasks_cancelled_at_random_leave_nothing_behind(
@@ -44,7 +44,7 @@ def test_tasks_cancelled_at_random_leave_nothing_behind(
 
 
 def test_lease_left_by_a_cancelled_task_is_noticed(tmp_path: Path) -> None:
-    """The control: who is cancelled while it waits does not take its wish back."""
+    """Check the control: a task cancelled while it waits does not withdraw its request."""
     tasks = Tasks(1, "cpu", tmp_path / "store")
     give_up = engine_of(tasks.store).requests.cancel
 
@@ -61,7 +61,7 @@ def test_lease_left_by_a_cancelled_task_is_noticed(tmp_path: Path) -> None:
 
 
 def test_half_a_put_is_noticed(tmp_path: Path) -> None:
-    """The control: readers see a group before it is filled."""
+    """Check the control: readers see a group before it is filled."""
     tasks = Tasks(1, "cpu", tmp_path / "store")
     store, late = tasks.store, dict[int, tuple[Any, ...]]()
     host, fill, show = (
@@ -80,7 +80,7 @@ def test_half_a_put_is_noticed(tmp_path: Path) -> None:
         fill(*late.pop(threading.get_ident()))
 
     host.fill, engine_of(store).puts.publish = postpone, shown
-    # Torn, or gone before it was filled, or filled while it was written to disk.
+    # A value is torn, missing before it was filled, or filled while it is written to disk.
     with pytest.raises((AssertionError, KeyError, CorruptDataError)):
         tasks.play(8)
     store.close()
@@ -90,7 +90,7 @@ def test_half_a_put_is_noticed(tmp_path: Path) -> None:
 
 
 def interrupted(directory: Path, seed: int, count: int, fault: str = "") -> dict[str, Any]:
-    """Run a process that uses a store and is interrupted so often, at random moments."""
+    """Run a process that uses a store, and interrupt it `count` times at random moments."""
     patience = PATIENCE if not fault else 1
     told = {"place": str(directory), "seed": seed, "fault": fault, "patience": patience}
     process = subprocess.Popen(
@@ -106,7 +106,7 @@ def interrupted(directory: Path, seed: int, count: int, fault: str = "") -> dict
         for _ in range(count):
             time.sleep(rng.random() * 0.01)
             process.send_signal(signal.SIGINT)
-            # One that comes in a finalizer is reported there and never seen again.
+            # An interrupt in a finalizer is reported there and never seen again.
             silent = 0 if read_some(process, 0.3) else silent + 1
             if process.poll() is not None or silent * 0.3 > patience:
                 raise AssertionError(failure(process))
@@ -151,8 +151,8 @@ def test_process_interrupted_hundreds_of_times_continues(tmp_path: Path, first_s
         assert found["checked"] > 0
 
 
-@pytest.mark.full("waits for what never comes, as many times as it is interrupted")
+@pytest.mark.full("waits in vain after each interrupt")
 def test_leftovers_of_an_interrupt_are_noticed(tmp_path: Path) -> None:
-    """The control: who is interrupted while it waits does not take its wish back."""
+    """Check the control: an interrupted waiter does not withdraw its request."""
     with pytest.raises(AssertionError):
         interrupted(tmp_path, 1, 100, "forgets")

@@ -1,7 +1,7 @@
-"""Every state that a power cut may leave, worked out: none breaks a promise.
+"""No state that a power cut may leave breaks a promise, by enumeration.
 
-The model (`crash_states.py`) knows only what POSIX promises of syncs, which is less than any file
-system keeps, so that nothing rests on the good nature of the ones that are here.
+The model (`crash_states.py`) assumes only what POSIX promises of syncs, which is less than any file
+system keeps. So no result depends on the file systems of this machine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(3600)
 
 
 def record(root: Path, seed: int, without: str | None = None) -> list[Event]:
-    """Two sessions on a directory that was not there before."""
+    """Run two sessions on a directory that did not exist before."""
     root.mkdir()
     with Recorder(root) as recorder, without_syncs(without):
         for session in (2 * seed, 2 * seed + 1):
@@ -41,7 +41,7 @@ def record(root: Path, seed: int, without: str | None = None) -> list[Event]:
 
 
 def wrong_with(state: State, place: Path) -> list[str]:
-    """Make a state, open a store on it, and say what is wrong."""
+    """Create a state, open a store on it, and return the faults."""
     state.make(place)
     try:
         found, left = contents(place / "store")
@@ -52,7 +52,7 @@ def wrong_with(state: State, place: Path) -> list[str]:
 
 def test_crash_state_allowed_by_posix_breaks_no_promise(quick_dir: Path, first_seed: int) -> None:
     wanted, seen, told = by_lane(30, 500, 20_000), 0, Counter[str]()
-    few = by_lane(10, 1)  # so that states of all moments of a record are seen
+    few = by_lane(10, 1)  # sample states from all moments of a record
     for number in itertools.count(first_seed):
         events = record(quick_dir / f"recorded-{number}", number)
         told.update(event.words[0] for event in events if isinstance(event, Told))
@@ -84,7 +84,7 @@ def test_crash_state_without_a_sync_loses_acknowledged_data(without: str, quick_
 
 
 class Trying:
-    """Goes on working when the store says that something failed, and tells what it may rely on."""
+    """Continues after the store reports failures, and reports the promises it was given."""
 
     def __init__(self, disk_dir: Path, tell: Callable[..., None]) -> None:
         self._disk_dir = disk_dir
@@ -92,7 +92,7 @@ class Trying:
         self.failed = 0
 
     def again(self, do: Callable[[], Any]) -> Any:
-        """Do it; if it fails, do it once more, when the fault is gone."""
+        """Call `do`; if it fails, call it once more, when the fault has ended."""
         try:
             return do()
         except TransferError:
@@ -117,7 +117,7 @@ class Trying:
         store.put("two", value("two", 4))
         try:
             store.close()
-        except TransferError:  # everything was given back: "two" may be as it was
+        except TransferError:  # all resources were released; "two" may have its old value
             self.failed += 1
             return
         self._tell("sure", "two")
@@ -126,9 +126,9 @@ class Trying:
 def attempts(
     root: Path, around: Callable[[], AbstractContextManager[None]] = nullcontext, step: int = 1
 ) -> Iterator[tuple[list[Event], int]]:
-    """Records of the same work: in each, another sync (every `step`th) fails, until there is none.
+    """Yield records of the same work, each with another failing sync, and the number of errors.
 
-    And how often the store has said so.
+    Every `step`th sync fails in turn, until the work has no more.
     """
     for failing in itertools.count(1, step):
         place = root / f"attempt-{failing}"
@@ -163,7 +163,7 @@ def test_sync_failure_raises_and_its_file_is_rewritten(quick_dir: Path) -> None:
             for event in events[at:]:
                 assert event != Synced(it), "it was synced again"
                 assert not (isinstance(event, Named) and event.it == it), "it was used"
-        assert told == 1, "nobody was told" if not told else "it failed again"
+        assert told == 1, "no error was raised" if not told else "it failed again"
         assert not faults_behind_reports(events, quick_dir / "state"), f"sync {count} failed"
     assert files >= by_lane(1, 7)
     assert count - files >= by_lane(1, 9)  # of directories

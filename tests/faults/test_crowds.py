@@ -1,4 +1,4 @@
-"""Dozens of threads do anything to one store: it is as if each operation had been alone."""
+"""Dozens of threads use one store at random: each operation appears to run alone."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_threads_observe_a_linearizable_history(
         throng.play(by_lane(10, 12, 800) // stores, STEPS)
         assert throng.watch.samples > 10
         for step in throng.players[0].STEPS:
-            assert throng.done[step] > 0, f"nobody did {step}"
+            assert throng.done[step] > 0, f"no thread did {step}"
         stats = throng.store.stats()
         assert stats.bytes_read > 0
         assert stats.bytes_written > 0
@@ -56,9 +56,9 @@ def test_threads_observe_a_linearizable_history(
 
 
 def held_after_failed_reads(directory: Path) -> int:
-    """Bytes of memory of a store with a budget of 8 pages, while the errors of reads are kept."""
+    """Return the bytes held by a store with a budget of 8 pages, while errors of reads are kept."""
     store, errors = open_store(directory, 8 * PAGE), []
-    # Different sizes: no group can get another's memory.
+    # Different sizes: no group can reuse another's memory.
     keys = {f"key{count}": pages(1, count) for count in (3, 4, 5, 6)}
     for key, tensor in keys.items():
         store.put(key, tensor)
@@ -84,20 +84,20 @@ def test_failed_read_keeps_no_memory(tmp_path: Path) -> None:
 def test_error_holding_its_frames_would_keep_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control."""
+    """Check the control."""
     monkeypatch.setattr(mover, "without_frames", lambda error: error)
     assert held_after_failed_reads(tmp_path / "store") > 8 * PAGE
 
 
-# The controls: the same with one protection removed -----------------------------------------------
+# Controls: the same with one protection removed ---------------------------------------------------
 
 
-@pytest.mark.full("a search for what happens now and then; the controls below take no luck")
+@pytest.mark.full("a search for a rare event; the controls below are deterministic")
 def test_stale_value_is_noticed(tmp_path: Path) -> None:
-    """Now and then a put returns before readers can see what was put.
+    """Make some puts return before readers can see the new value.
 
-    There is room for everything: what is not shown yet keeps its room, for which a put could be
-    refused first.
+    There is space for everything. An unpublished group keeps its space, so with less of it a put
+    could be refused first.
     """
     throng = Throng(1, "cpu", tmp_path / "store", threads=8, least=200)
     rng, show, late = random.Random(1), engine_of(throng.store).puts.publish, []
@@ -133,7 +133,7 @@ def test_concurrent_updaters_are_noticed(tmp_path: Path) -> None:
 
 
 def test_dropped_update_is_noticed(tmp_path: Path) -> None:
-    """A changed group whose old copy on disk still counts."""
+    """Check that using the old copy on disk of a changed group is noticed."""
     throng = Throng(1, "cpu", tmp_path / "store", threads=8)
     make_deaf_to_changes(throng.store)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Machines that guard changes skip no test of a fault."""
+"""Machines that guard changes skip no fault test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_every_expected_facility_is_known() -> None:
     assert set(expected()) <= FACILITIES.keys()
 
 
-@pytest.mark.skipif(not GUARDED, reason="only where CI=true says that changes are guarded here")
+@pytest.mark.skipif(not GUARDED, reason="only with CI=true, on a machine that guards changes")
 @pytest.mark.parametrize("name", expected())
 def test_machine_that_guards_changes_has_every_facility(name: str) -> None:
     assert missing(name) is None

@@ -1,4 +1,4 @@
-"""A file system in user space whose operations fail: a network's, or one on a dying disk."""
+"""A file system in user space whose operations fail, like one on a network or a dying disk."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ ONE_OF_EACH = [
     "-".join(last)
     for last in {operation: (operation, error, name) for operation, error, name in ERRORS}.values()
 ]
-"""Ids of cases, one of each operation."""
+"""Ids of cases: one of each operation."""
 
 LOOKS_AT_MAPS = ("registering tensors", "training")
-"""Operations on maps of a failing disk, left out of the sweep.
+"""Operations on maps of a failing disk, excluded from the sweep.
 
 The system kills a process that reads a map of such a file, and treats partly written data as
 written. No error can be raised.
@@ -70,7 +70,7 @@ def failing(
     return lambda world: file_system.failing(**{operation: error})
 
 
-@pytest.mark.full("the operation, its error, and what meets it", keep="a third")
+@pytest.mark.full("each operation, each error and each scenario", keep="a third")
 @pytest.mark.long("each operation in more than one scenario", keep=ONE_OF_EACH)
 @pytest.mark.parametrize(("operation", "error", "name"), ERRORS)
 def test_file_system_failure_raises_or_is_recovered(
@@ -86,7 +86,7 @@ def test_file_system_failure_raises_or_is_recovered(
 def test_unnamed_files_and_reservation_are_optional(
     name: str, file_system: FailingFileSystem
 ) -> None:
-    """Nor are direct reads and writes: see the errors above."""
+    """Direct reads and writes are optional, too: see the errors above."""
     Sweep(name, file_system.at).surely_meets("nothing", no_fault, untold=True)
 
 
@@ -106,7 +106,7 @@ def test_every_scenario_uses_every_operation(name: str, file_system: FailingFile
 
 
 def test_file_system_fails_on_command(file_system: FailingFileSystem, tmp_path: Path) -> None:
-    """The control: an order is obeyed, and no longer than it holds."""
+    """Check the control: an order takes effect, and only while it is given."""
     file = file_system.at / "file"
     file.write_bytes(b"bytes")
     for operation, act in (

@@ -1,7 +1,7 @@
-"""The other files that are read: indexes, markers, locks, speeds of disks, traces.
+"""Other input files: indexes, markers, locks, disk speeds, traces.
 
-Each is changed in every way that `mutating` knows, and read by what reads it. It is understood, or
-refused by an error that is documented; nothing else happens.
+Each is changed in every way that `mutating` offers, and read by its reader. It is accepted, or
+rejected with a documented error; there is no other effect.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from tierstore.system.objects import STORE_FORMAT, read_marker
 from tierstore.tiers.disk_speed import cache_file, known_speed, remember
 from tierstore.trace import read_trace
 
-# Python opens the files of an encoding when it is first used, which is no fault of what uses it.
+# Python opens an encoding's files when it is first used: not a fault of the code that uses it.
 for _name in ("unicode_escape", "raw_unicode_escape", "latin-1", "ascii"):
     codecs.lookup(_name)
 
@@ -51,7 +51,7 @@ EXITS = {0, 1, 2, 3, 4}
 
 
 def variants(whole: bytes, count: int, rnd: random.Random) -> list[bytes]:
-    """A document, changed in its structure or in its bytes."""
+    """Change a document's structure or its bytes."""
     return [_structure(whole, rnd) if i % 4 else _bytes(whole, rnd) for i in range(count)]
 
 
@@ -75,7 +75,7 @@ def _bytes(whole: bytes, rnd: random.Random) -> bytes:
 
 
 def _with_other_bytes(whole: bytes, rnd: random.Random) -> bytes:
-    """With some bytes changed, taken from elsewhere in it, or gone."""
+    """Change, copy or remove some bytes."""
     changed = bytearray(whole)
     for _ in range(rnd.choice([1, 1, 2, 5])):
         at, source = rnd.randrange(len(changed)), rnd.randrange(len(changed))
@@ -86,7 +86,7 @@ def _with_other_bytes(whole: bytes, rnd: random.Random) -> bytes:
 
 
 def tried(contents: list[bytes], use: Callable[[bytes], str], *places: Path) -> Counter[str]:
-    """Use each content. Nothing may happen outside these places, and none may take long."""
+    """Use each content. Asserts no effects outside these places, and that none takes long."""
     outcomes: Counter[str] = Counter()
     for number, content in enumerate(contents):
         started = time.perf_counter()
@@ -104,7 +104,7 @@ def tried(contents: list[bytes], use: Callable[[bytes], str], *places: Path) -> 
 
 
 def _shows_source(event: tuple[str, tuple[Any, ...]]) -> bool:
-    """Tell whether a traceback is formatted, for which Python reads the source of its frames."""
+    """Return whether a traceback is being formatted, for which Python reads source files."""
     name, (path, mode, *_) = event
     return name == "open" and mode == "r" and str(path).endswith(".py")
 
@@ -157,7 +157,7 @@ def test_hostile_marker_is_valid_or_refused(disk_dir: Path) -> None:
             found = read_marker(disk_dir)
         except TierStoreError as error:
             assert str(marker) in str(error)
-            assert len(str(error)) < 2000, "it floods the message"
+            assert len(str(error)) < 2000, "the message is too long"
             return "TierStoreError"
         assert found is not None and found["format"] == STORE_FORMAT
         assert type(found["format"]) is int, f"{found['format']!r} is no format"
@@ -231,7 +231,7 @@ def test_load_training_of_changed_metadata_loads_or_raises(tmp_path: Path) -> No
             load_training(place, model, optimizer)
         except TierStoreError as error:
             assert str(place) in str(error)
-            assert len(str(error)) < 2000, "it floods the message"
+            assert len(str(error)) < 2000, "the message is too long"
         except ValueError as error:
             assert "was saved" in str(error), error
         else:
@@ -255,7 +255,7 @@ def test_load_training_of_changed_metadata_loads_or_raises(tmp_path: Path) -> No
 
 
 def command(*words: Any) -> str:
-    """Run the command. It ends as it says that it does, and steers no terminal."""
+    """Run the command. Asserts that its exit code is documented and its output escaped."""
     done = CliRunner().invoke(inspector, [str(word) for word in words])
     if done.exception is not None and not isinstance(done.exception, SystemExit):
         raise AssertionError(words) from done.exception
@@ -305,7 +305,7 @@ def test_hostile_trace_is_whole_or_refused(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(1800)
 def test_hostile_event_record_is_replayed_or_refused(tmp_path: Path) -> None:
-    """Replaying a record with any events to the planner does no harm."""
+    """Check that replaying a record with arbitrary events to the planner does no harm."""
     whole = trace_of(tmp_path)
     events = json.loads(whole)["tierstore"]["events"]
     path = tmp_path / "changed.json"
@@ -321,7 +321,7 @@ def test_hostile_event_record_is_replayed_or_refused(tmp_path: Path) -> None:
             return "refused"
 
     def changed(rnd: random.Random) -> bytes:
-        """With one event changed, or in the place of another, or gone."""
+        """Change, replace or remove one event."""
         rows = [json.dumps(row).encode() for row in events["handled"]]
         at = rnd.randrange(len(rows))
         if rnd.random() < 0.5:

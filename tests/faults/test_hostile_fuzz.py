@@ -1,8 +1,8 @@
-"""Random files and messages of strangers: none takes more memory than its size and some, or long.
+"""Random hostile input takes neither much more memory than its size nor long.
 
-Headers and indexes of checkpoints, and messages, are read in a process of its own whose memory and
-time are measured at each one. Half are changed ones of those that are written, half are made of the
-parts of which such files are made.
+A separate process reads headers and indexes of checkpoints, and messages, and measures the memory
+and time of each. Half are valid ones with changes; the others are composed of the parts of such
+files.
 """
 
 from __future__ import annotations

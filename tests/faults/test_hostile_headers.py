@@ -1,8 +1,8 @@
 """Hostile headers and objects are accepted only if safetensors accepts them, too.
 
-Each mutant (see `mutating`) is read by this library and by safetensors itself. What this library
-accepts, safetensors accepts with the same tensors; what it refuses, it refuses with an error that
-names the file. Seeds are printed on failure.
+This library and safetensors itself read each mutant (see `mutating`). If this library accepts one,
+safetensors accepts it with the same tensors. If it rejects one, the error names the file. Seeds are
+printed on failure.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SEED = 20
 
 
 class Wrong(AssertionError):
-    """The result of one mutant."""
+    """The wrong result of a mutant."""
 
 
 def expect(holds: bool, mutant: Mutant, what: str) -> None:
@@ -62,7 +62,7 @@ def expect(holds: bool, mutant: Mutant, what: str) -> None:
 
 
 def read(raw: bytes, ours: bool) -> tuple[Header, StoredObject | None]:
-    """A file as a store reads it."""
+    """Read a file as a store does."""
     length = header_length(raw[:LENGTH_BYTES], len(raw), PATH)
     head = raw[LENGTH_BYTES : LENGTH_BYTES + length]
     header = headers.parse_header(head, len(raw), PATH)
@@ -79,7 +79,7 @@ def objects_are_intact(head: bytes, header: Header) -> bool:
 
 
 def judge(mutant: Mutant) -> str:
-    """Read a mutant both ways. Returns what became of it; raises Wrong."""
+    """Read a mutant both ways. Returns the outcome; raises Wrong."""
     started = time.perf_counter()
     try:
         header, stored = read(mutant.raw, mutant.seed.ours)
@@ -124,13 +124,13 @@ def _compare(mutant: Mutant, header: Header) -> None:
 
 
 def _shape_in_file(entry: Entry) -> list[int]:
-    """A shape as a file has it, where numbers of four bits are counted one by one."""
+    """Return a shape as files have it: numbers of four bits are counted singly."""
     packed = entry.dtype == "F4"
     return [*entry.shape[:-1], 2 * entry.shape[-1]] if packed else list(entry.shape)
 
 
 def _look_at(mutant: Mutant, stored: StoredObject) -> None:
-    """Every tensor of an object can be had, and those of one block are what the file says."""
+    """Read all tensors of an object. Those of one block must match the file."""
     blocks = stored.packing.blocks
     names = [view.name for block in blocks for view in block.views]
     expect(len(names) == len(set(names)), mutant, "two tensors have one name")
@@ -177,9 +177,9 @@ def test_header_accepted_is_accepted_by_safetensors(part: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with watched() as seen:
         tally = judged(by_lane(2_000, 2_000, 20_000), SEED + part)
-    assert seen.events == [], "reading a header does something to files, or loads code"
+    assert seen.events == [], "reading a header touched files or loaded code"
     assert 0.02 < tally.accepted < 0.5, tally.outcomes
-    unsupported = {"TransferError"}  # which few are
+    unsupported = {"TransferError"}  # these are few
     assert set(tally.outcomes) - unsupported == {
         "accepted",
         "InvalidHeaderError",
@@ -190,11 +190,11 @@ def test_header_accepted_is_accepted_by_safetensors(part: int) -> None:
     print(tally.outcomes)
 
 
-# The control: a laxer reader is caught by the same judgement -------------------------------------
+# Control: the same judgement catches a laxer reader ----------------------------------------------
 
 
 def any_names(scanner: Scanner, most: int) -> Iterator[str]:
-    """`Scanner.members` without the look at names that occur twice."""
+    """Read members as `Scanner.members` does, without checking for repeated names."""
     scanner.expect(b"{")
     if scanner.accept(b"}"):
         return
@@ -246,14 +246,14 @@ OTHER = pages(3, 2)
 
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Everything is imported, and what is made once is made."""
+    """Import everything, and fill all caches."""
     place = tmp_path_factory.mktemp("warm")
     for seed in seeds():
         in_a_store(Mutant(seed, seed.raw, "nothing"), place)
 
 
 def in_a_store(mutant: Mutant, place: Path) -> str:
-    """Use a file as a store would: as its object, or as a checkpoint."""
+    """Use a file as a store would: as an object, or as a checkpoint."""
     return _as_object(mutant, place) if mutant.seed.ours else _as_checkpoint(mutant, place)
 
 
@@ -306,7 +306,7 @@ def _as_checkpoint(mutant: Mutant, place: Path) -> str:
 def _explained(mutant: Mutant, error: TierStoreError) -> str:
     if isinstance(error, TransferError):
         expect(error.path is not None, mutant, f"it is not told which file: {error}")
-    # A key may be shown whole, with four characters for each of its bytes.
+    # A key may be shown in full, with four characters for each of its bytes.
     expect(len(str(error)) <= 5 * LONGEST_MESSAGE, mutant, "it floods the message")
     return type(error).__name__
 
@@ -326,7 +326,7 @@ def test_store_serves_and_opens_only_valid_files(tmp_path: Path, warm: None) -> 
 
 
 def test_watcher_would_see_other_opens(tmp_path: Path) -> None:
-    """The control: of what is watched for."""
+    """Check the control: the watcher records each kind of event."""
     with watched() as seen:
         (tmp_path / "inside").write_bytes(b"")
         Path("/etc/hostname").exists()
@@ -339,10 +339,12 @@ def test_watcher_would_see_other_opens(tmp_path: Path) -> None:
     with watched() as seen:
         os.close(os.open("link", 0, dir_fd=directory))
     os.close(directory)
-    assert len(seen.outside(tmp_path)) == 1, "a link below an open directory was followed"
+    assert len(seen.outside(tmp_path)) == 1, (
+        "opening a link below an open directory was not recorded"
+    )
 
 
-# Large ones: in a process of their own, whose memory is measured ---------------------------------
+# Large files: in a separate process, whose memory is measured ------------------------------------
 
 
 LARGE = r"""
@@ -441,7 +443,7 @@ BELIEVED = {
     "16 MB of spaces",
     "a text of four bytes for each letter",
     "escapes",
-    "views",  # of what is no object file, they are only metadata
+    "views",  # in other files these are only metadata
     "names in views",
 }
 WORST = [
@@ -451,7 +453,7 @@ WORST = [
     "nested lists",
     "an index of many files",
 ]
-"""Looked at before anything lands, some of them each time; all others with `--long`."""
+"""Measured before every merge, a sample each time; all with `--long`."""
 
 
 @pytest.mark.timeout(1800)
@@ -464,6 +466,6 @@ def test_large_claims_cost_neither_memory_nor_time(tmp_path: Path) -> None:
     believed = {row[0] for row in rows if row[1] == "accepted"}
     assert believed == {row[0] for row in rows} & BELIEVED
     for name, _, seconds, nbytes in rows:
-        own = 64 << 20 if "index" in name else 16 << 20  # the bytes of the file themselves
+        own = 64 << 20 if "index" in name else 16 << 20  # the file's own bytes
         assert int(nbytes) <= own + MOST_MEMORY, f"{name}: {int(nbytes):,} bytes of memory"
         assert float(seconds) < 60, f"{name}: {seconds} s"

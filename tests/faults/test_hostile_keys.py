@@ -1,4 +1,4 @@
-"""Keys and names of tensors are data: no file is called after them, and no terminal obeys them."""
+"""Keys and tensor names are data: they name no file, and no terminal executes them."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ NAMES = [name for name in LEGAL if len(name) < 100] + ["", "x" * 5000]
 def test_every_legal_key_is_distinct_and_survives(disk_dir: Path) -> None:
     assert len(set(LEGAL)) == len(LEGAL)
     folded = [unicodedata.normalize("NFKC", key).casefold() for key in LEGAL]
-    assert len(set(folded)) < len(LEGAL) - 5, "none of them could be taken for another"
+    assert len(set(folded)) < len(LEGAL) - 5, "no two keys look alike"
     with watched() as seen:
         with open_store(disk_dir, 8 * PAGE) as store:
             for i, key in enumerate(LEGAL):
@@ -185,7 +185,7 @@ def test_terminal_obeys_no_key_or_name(disk_dir: Path) -> None:
 
 
 def test_unescaped_output_would_steer_a_terminal(disk_dir: Path, monkeypatch: Any) -> None:
-    """The control: it is the escaping that saves the terminal."""
+    """Check the control: it is the escaping that protects the terminal."""
     monkeypatch.setattr("tierstore.model.formatting.printable", lambda text: text)
     with open_store(disk_dir) as store:
         store.put("a\u202eb", pages(1))

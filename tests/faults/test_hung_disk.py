@@ -1,7 +1,7 @@
-"""A hung disk: no call waits longer than its timeout.
+"""No call on a hung disk waits longer than its timeout.
 
-The file system is one in user space whose server is stopped, and the store is in a separate
-process, which is killed if it does not end. So nothing here can hang.
+The file system is in user space, and its server is stopped. The store is in a separate process,
+which is killed if it does not end, so nothing here can hang.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tests.faults.hanging import SOON, VALUES
 
 pytestmark = [
     pytest.mark.full(
-        "waits until all who wait for the disk give up; test_async.py has one that is stuck"
+        "waits until all waiters for the disk give up; test_async.py has one that hangs"
     ),
     pytest.mark.needs("root", "fuse"),
 ]
 
 PATIENCE = 90.0
-"""Seconds for anything. `close` may take some of them for each kind of threads."""
+"""Limit for anything, in seconds. `close` may take some of these for each kind of thread."""
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def file_system(tmp_path: Path) -> Iterator[FailingFileSystem]:
 
 
 def run_part(part: str, file_system: FailingFileSystem) -> dict[str, Any]:
-    """Results by name; "stuck" if the process did not end."""
+    """Return results by name; "stuck" if the process did not end."""
     command = [sys.executable, "-m", "tests.faults.hanging", str(file_system.at / "store"), part]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
@@ -89,22 +89,22 @@ def test_hung_disk_calls_time_out_and_memory_is_served(
     assert "'far'" in found["acquire"]["text"]
     for call, key in (("near", "near"), ("unsaved", "unsaved"), ("again", "near")):
         assert found[call]["ended"] == VALUES[key], found
-        assert found[call]["after"] < 30, "it waited for what it did not need"
+        assert found[call]["after"] < 30, "it waited for the disk without needing it"
     assert found["put"]["ended"] is None, found["put"]
-    assert found["far"]["ended"] == VALUES["far"], "it does not work, though the disk answers again"
+    assert found["far"]["ended"] == VALUES["far"], "the store fails although the disk answers again"
     assert found["flushed"]["ended"] is found["closed"]["ended"] is None, found
     assert found["keys"] == {"far": VALUES["far"], "unsaved": VALUES["unsaved"]}
     assert found["code"] == 0
 
 
 @pytest.mark.long(
-    "waits for a minute until each kind of threads is given up",
+    "waits for a minute until close gives up each kind of thread",
     sentinel="tests/faults/test_hung_disk.py::test_hung_disk_calls_time_out_and_memory_is_served",
 )
 def test_hung_disk_store_closes(file_system: FailingFileSystem) -> None:
     found = run_part("closing", file_system)
     assert "stuck" not in found, found
-    assert found["closed"]["ended"] == "raised", "what is not on disk was passed over in silence"
+    assert found["closed"]["ended"] == "raised", "no error was raised for unsaved groups"
     assert "TierStoreError" in found["closed"]["names"], found["closed"]
     assert found["again"]["ended"] is None
     assert "ClosedError" in found["used"]["names"]
@@ -112,7 +112,7 @@ def test_hung_disk_store_closes(file_system: FailingFileSystem) -> None:
 
 
 def test_hung_disk_really_hangs(file_system: FailingFileSystem) -> None:
-    """The control: a process that reads there does not end before the disk answers again."""
+    """Check the control: a process that reads there does not end before the disk answers again."""
     (file_system.at / "file").write_bytes(b"bytes")
     command = [sys.executable, "-c", f"open({str(file_system.at / 'file')!r}).read()"]
     file_system.hang()

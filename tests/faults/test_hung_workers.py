@@ -1,4 +1,4 @@
-"""Workers of a service whose file system does not answer any more: others are served meanwhile."""
+"""A service serves other workers while one worker's file system hangs."""
 
 from __future__ import annotations
 

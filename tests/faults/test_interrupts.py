@@ -1,7 +1,7 @@
 """Ctrl-C at any instruction of the library leaves a store whole and usable.
 
-Every so many instructions are tried, each time other ones, in the default lane one in eleven of
-those of the full one; with `--long` all.
+Every n-th instruction is tried, with other ones in each run. The default lane tries one in eleven
+of the full lane's; `--long` tries all.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def value(number: float) -> torch.Tensor:
 
 
 class Scene:
-    """A store with more than its memory holds, and what is done to it."""
+    """A store with more groups than its memory holds, and actions on it."""
 
     def __init__(self, store: TierStore, patience: float = PATIENCE) -> None:
         self.store = store
@@ -52,7 +52,7 @@ class Scene:
         store.flush()
 
     def prepare(self) -> None:
-        """Return the value that every action finds."""
+        """Store the values that every action expects."""
         self.turn += 1
         self.store.put("changing", value(self.turn))
         self.store.put("leaving", value(self.turn))
@@ -105,7 +105,7 @@ class Scene:
         mutable(self.store).move_to_disk(["state"])
 
     def look(self) -> None:
-        """Everything is as it was, or as it was to be; and the whole budget can be had."""
+        """Check that values are the old or new ones, and that the whole budget is available."""
         store = self.store
         changed = self.got("changing")
         assert float(changed[0]) in (self.turn, -self.turn)
@@ -152,7 +152,7 @@ ACTIONS = [
 
 
 def turns(scene: Scene, action: Callable[[Scene], Any], stride: int) -> Iterator[Interrupter]:
-    """Interrupt an action at one instruction after the other, each time from the start."""
+    """Interrupt an action at one instruction after another, each time from the start."""
     turn = 0
     while True:
         scene.prepare()
@@ -164,13 +164,13 @@ def turns(scene: Scene, action: Callable[[Scene], Any], stride: int) -> Iterator
         turn += stride
 
 
-# An interrupt in a finalizer goes no further; pytest would report it.
+# An interrupt in a finalizer is not propagated; pytest would report it.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore:a lease of:ResourceWarning")
 @pytest.mark.parametrize("action", ACTIONS, ids=lambda action: action.__name__)
 @on_both
 @pytest.mark.full(
-    "a put and an update go through every hop that the others have, on an accelerator, too",
+    "a put and an update use all hops that the others use, on an accelerator, too",
     keep=[
         *("cpu-put", "cpu-hold", "cpu-flush", "cpu-acquire_and_release", "cpu-discard"),
         *(f"{ACCELERATOR}-put", f"{ACCELERATOR}-update"),
@@ -200,7 +200,7 @@ def test_interrupt_at_any_instruction_leaves_the_store_whole(
 def test_interrupt_without_rebuild_leaves_it_torn(
     quick_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: the same, with a store that does not mend what was cut short."""
+    """Check the control: the same with a store that does not rebuild after an interrupt."""
     monkeypatch.setattr(Core, "rebuild", lambda self: None)
     store = TierStore(BUDGET, quick_dir, device="cpu")
     scene = Scene(store, patience=1.0)
@@ -216,7 +216,7 @@ def test_interrupt_without_rebuild_leaves_it_torn(
 
 
 def test_lock_in_a_with_statement_may_never_be_released() -> None:
-    """The control of what locks are taken with: why `with lock:` is not enough."""
+    """Check why the library does not take its locks by `with lock:`."""
     lock, other = threading.RLock(), threading.RLock()
     place = {"__name__": "inside"}
     code = "def use(lock):\n    with lock:\n        pass\n"
@@ -234,7 +234,7 @@ def test_lock_in_a_with_statement_may_never_be_released() -> None:
 
 
 def test_library_error_in_a_step_needs_no_rebuild(quick_dir: Path) -> None:
-    """Check that no learned order would be lost."""
+    """Check that no learned order is lost."""
     with TierStore(BUDGET, quick_dir, device="cpu") as store:
         before = core_of(store).planner
         with pytest.raises(UnknownKeyError):

@@ -1,7 +1,7 @@
-"""Every call that concerns files fails in turn, once or from then on, in everything a store does.
+"""Every file system call of every operation fails, once or from then on.
 
-It is tolerated, or told in a documented exception. Whatever happens: the old value is there, or the
-new one; nothing is left open; and when the fault is gone, the store works.
+The failure is tolerated, or a documented exception is raised. In any case a group has its old or
+its new value, nothing stays open, and the store works once the fault has ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tierstore.tiers.reading import DiskReader
 from tierstore.tiers.spill import Spill
 
 Missing = Callable[[], AbstractContextManager[Any]]
-"""Remove a protection."""
+"""Removes a protection."""
 
 ALL = [(fault, once) for fault in FAULTS for once in (True, False)]
 BRIEF = [("EIO", True), ("short", False)]
@@ -39,14 +39,14 @@ def test_system_call_failure_raises_or_is_recovered(name: str, quick_dir: Path) 
         fault: sweep.every_call(fault[0], once=fault[1]) for fault in by_lane(BRIEF[:1], BRIEF, ALL)
     }
     print(f"{name}: {counts}")
-    assert counts["EIO", True] > 5, "hardly anything was counted"
+    assert counts["EIO", True] > 5, "too few calls were counted"
 
 
-# Controls: with a protection taken away, the same is noticed -------------------------------------
+# Controls: without a protection, the fault is noticed --------------------------------------------
 
 
 def swallowed(name: str) -> Missing:
-    """Failures of a call are ignored."""
+    """Ignore failures of a call."""
 
     def ignore(call: Call) -> Any:
         with suppress(OSError):
@@ -56,7 +56,7 @@ def swallowed(name: str) -> Missing:
 
 
 def all_was_read(call: Call) -> int:
-    """A read that has come in part is taken for whole."""
+    """Take a partial read for a complete one."""
     call.go_on()
     return len(call.args[1][0])
 
@@ -75,14 +75,14 @@ def patched(owner: object, name: str, value: object) -> Iterator[None]:
 
 @contextmanager
 def nothing_is_compared() -> Iterator[None]:
-    """Bytes are taken for those that were written, whatever they are."""
+    """Accept any bytes in a comparison with those written."""
     with patched(DiskReader, "check", lambda *_: None), system_call("preadv", answer=all_was_read):
         yield
 
 
 @contextmanager
 def one_close_only() -> Iterator[None]:
-    """Known leak: a writable file has two descriptors.
+    """Simulate a known leak: a writable file has two descriptors.
 
     If the first cannot be closed, the second stays open.
     """
@@ -149,5 +149,5 @@ def test_missing_protection_is_noticed(control: str, quick_dir: Path) -> None:
     name, fault, once, missing = CONTROLS[control]
     sweep = Sweep(name, quick_dir, missing)
     with pytest.raises(AssertionError):
-        for _ in range(10):  # whether a fault meets what is missing may depend on threads
+        for _ in range(10):  # whether a fault hits the missing protection may depend on threads
             sweep.every_call(fault, once=once)

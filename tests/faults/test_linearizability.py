@@ -1,4 +1,4 @@
-"""The judge of histories: it finds an order where there is one, and none where there is none."""
+"""The checker of histories finds an order exactly where there is one."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_unsound_history_has_none(name: str) -> None:
 
 
 def assert_explains(found: list[Operation], start: int | None, given: list[Operation]) -> None:
-    """The definition, word for word."""
+    """Check the definition, word for word."""
     assert len(set(map(id, found))) == len(found)
     assert {id(op) for op in given if not op.maybe} <= set(map(id, found)) <= set(map(id, given))
     value: int | None = start
@@ -142,7 +142,7 @@ def assert_explains(found: list[Operation], start: int | None, given: list[Opera
 
 
 def by_trying(start: int | None, operations: list[Operation]) -> bool:
-    """Return whether any order of them fits, by trying all."""
+    """Return whether any order fits, by trying all."""
     sure = [op for op in operations if not op.maybe]
     perhaps = [op for op in operations if op.maybe]
     for count in range(len(perhaps) + 1):

@@ -1,4 +1,4 @@
-"""A finalizer may call a store while another call looks which signals have handlers."""
+"""A finalizer may call a store while another call checks which signals have handlers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def section() -> None:
 
 
 def come_and_go(where: str = "") -> None:
-    """Handlers are installed, held back once, and removed."""
+    """Install, defer once, and remove handlers."""
     for number in NUMBERS:
         signal.signal(number, handler)
     section()
@@ -48,7 +48,7 @@ def same_handlers() -> Iterator[None]:
 def test_handler_search_survives_a_nested_call_anywhere() -> None:
     visits = 0
     for instruction in range(NEVER):
-        come_and_go()  # leaves entries that the next look forgets
+        come_and_go()  # leaves entries that the next poll forgets
         signal_handlers.request_refresh()
 
         def nested(where: str) -> None:

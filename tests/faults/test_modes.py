@@ -1,4 +1,4 @@
-"""Files and directories made here are writable by their owner only, under any umask."""
+"""The store's files and directories are writable only by their owner, under any umask."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_saved_training_is_writable_by_its_owner_only(
     under_way: dict[str, int] = {}
     deny = checkpoint_files.deny_others_writing
 
-    def denying(path: str) -> None:  # when everything is written
+    def denying(path: str) -> None:  # once everything is written
         under_way.update(modes(tmp_path))
         deny(path)
 
@@ -77,7 +77,7 @@ def test_saved_training_is_writable_by_its_owner_only(
         readable = 0o755 if (tmp_path / name).is_dir() else 0o644
         assert mode == readable & ~mask, f"{name}: {mode:o}"
     drafts = [mode for name, mode in under_way.items() if Path(name).name.startswith(".saving-")]
-    assert drafts and set(drafts) == {0o700}, "others could open what is not closed to them yet"
+    assert drafts and set(drafts) == {0o700}, "others could open it before its mode is restricted"
     load_training(tmp_path / "a" / "run", model)
 
 

@@ -1,7 +1,7 @@
 """Planted files in a store's directory, or in place of a checkpoint.
 
-Foreign files lie under every name that the store uses. They are refused with an error, or left
-alone; link targets are neither opened nor changed, and no call blocks.
+Foreign files have every name that the store uses. The store raises an error or ignores them; it
+neither opens nor changes link targets, and no call blocks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ GUESSED = "00" * 8
 
 
 class Victims:
-    """Files and a directory of somebody else: they must not change."""
+    """Files and a directory of another owner: they must not change."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -76,7 +76,7 @@ class Victims:
         return found
 
     def check(self) -> None:
-        assert self._look() == self._before, "what is not the store's was changed"
+        assert self._look() == self._before, "a foreign file was changed"
 
 
 def link_to_file(path: Path, victims: Victims) -> None:
@@ -101,7 +101,7 @@ def pipe(path: Path, victims: Victims) -> None:
 
 def unix_socket(path: Path, victims: Victims) -> None:
     with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made:
-        made.bind(path.name)  # a whole path may be too long for one
+        made.bind(path.name)  # a whole path may be too long
 
 
 def device(path: Path, victims: Victims) -> None:
@@ -166,7 +166,7 @@ ANYTHING_ANYWHERE = [
 
 
 def anything_anywhere(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test for each kind of thing in each place."""
+    """Run a test for each kind of object at each place."""
     for mark in ANYTHING_ANYWHERE:
         test = mark(test)
     return test
@@ -180,7 +180,7 @@ def victims(tmp_path: Path) -> Iterator[Victims]:
 
 
 def in_time(act: Callable[[], None]) -> None:
-    """Do something on a thread of its own, and fail if it does not end."""
+    """Run a function on a separate thread, and fail if it does not end."""
     errors: list[BaseException] = []
 
     def body() -> None:
@@ -197,7 +197,7 @@ def in_time(act: Callable[[], None]) -> None:
 
 
 def use(disk_dir: Path) -> list[TierStoreError]:
-    """Everything that one does with a store. Returns what was refused."""
+    """Use the store in every way. Returns the errors."""
     refused: list[TierStoreError] = []
     try:
         store = open_store(disk_dir, 8 * PAGE)
@@ -238,12 +238,12 @@ def test_planted_file_is_refused_or_left_alone(
         shutil.move(planted, aside)
     KINDS[kind](planted, victims)
     refused: list[TierStoreError] = []
-    with random_bytes_zero(), watched() as seen:  # what was planted has the very name of a draft
+    with random_bytes_zero(), watched() as seen:  # the planted file has the very name of a draft
         in_time(lambda: refused.extend(use(disk_dir)))
     told = (str(disk_dir), "the store has no group")
     assert all(any(part in str(error) for part in told) for error in refused), refused
     assert not seen.code()
-    allowed = [disk_dir, disk_dir.parent, cache_file()]  # it looks whether its parent is there
+    allowed = [disk_dir, disk_dir.parent, cache_file()]  # it checks whether its parent is there
     assert not [e for e in seen.outside(*allowed) if e[0] != "os.listdir"], seen.outside(*allowed)
     assert not [path for path in seen.opened() if path.startswith(str(victims.place))]
     victims.check()
@@ -252,7 +252,7 @@ def test_planted_file_is_refused_or_left_alone(
         "a huge file",
         "a directory",
     ):
-        assert refused, "it was used as if it were the store's"
+        assert refused, "a foreign file was used as the store's own"
     remove(planted)
     if aside.exists():
         shutil.move(aside, planted)
@@ -267,7 +267,9 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-@pytest.mark.full("the place, and what lies there; a store meets each in each lane", keep="a third")
+@pytest.mark.full(
+    "each place and each kind of object; every lane has a store that meets each", keep="a third"
+)
 @anything_anywhere
 def test_command_leaves_planted_files_alone(
     place: str, kind: str, disk_dir: Path, victims: Victims
@@ -311,7 +313,7 @@ def test_planted_disk_speeds_are_ignored(kind: str, tmp_path: Path, victims: Vic
         found: list[object] = []
         in_time(lambda: found.extend([known_speed(tmp_path)]))
         assert found == [None]
-        with contextlib.suppress(OSError):  # a directory stays where it is
+        with contextlib.suppress(OSError):  # a directory is not replaced
             remember(tmp_path, 1e9)
         victims.check()
         if kind != "a directory":
@@ -321,7 +323,7 @@ def test_planted_disk_speeds_are_ignored(kind: str, tmp_path: Path, victims: Vic
         remove(path)
 
 
-# Somebody else's, or of another time --------------------------------------------------------------
+# Files of another user, or of another time --------------------------------------------------------
 
 
 AS_SOMEBODY = r"""
@@ -342,13 +344,13 @@ except TierStoreError as error:
 
 
 def as_somebody(disk_dir: Path) -> str:
-    """Use the directory as a user who is not root. Returns what came of it."""
+    """Use the directory as a non-root user. Returns the outcome."""
     return output_of("-c", AS_SOMEBODY, disk_dir, timeout=120)
 
 
 @pytest.fixture
 def open_place() -> Iterator[Path]:
-    """A directory that everybody can reach."""
+    """Create a directory that any user can reach."""
     place = Path("/var/tmp") / f"tierstore-{os.getpid()}-{os.urandom(4).hex()}"
     place.mkdir()
     place.chmod(0o755)
@@ -356,7 +358,7 @@ def open_place() -> Iterator[Path]:
     shutil.rmtree(place)
 
 
-@pytest.mark.full("a process of another user; one that is refused is in each lane")
+@pytest.mark.full("a process of another user; every lane has one that is rejected")
 @pytest.mark.needs("other-users")
 def test_own_directory_is_used_and_closed_to_others(open_place: Path) -> None:
     open_place.chmod(0o777)
@@ -489,7 +491,7 @@ CHANGES = [replace_by_link, replace_by_link_to_a_copy, replace_by_pipe, cut_off,
 def test_checkpoint_replaced_during_a_read_raises(
     change: Callable[[Path, Victims], None], tmp_path: Path, disk_dir: Path, victims: Victims
 ) -> None:
-    """Readers get the old bytes or an error that says so; and afterwards only one of the two."""
+    """Check that readers get the old bytes or an error; afterwards only one of the two."""
     path = tmp_path / "model.safetensors"
     save_file({f"layer{i}": pages(i, 4) for i in range(8)}, path)
     with open_store(disk_dir, 8 * PAGE) as store:
@@ -536,7 +538,7 @@ def test_checkpoint_replaced_during_a_read_raises(
 def test_object_changed_after_its_first_read_raises(
     change: Callable[[Path, Victims], None], disk_dir: Path, victims: Victims
 ) -> None:
-    """Its checksum was right at the first read: that is no reason to believe it for ever."""
+    """Check that a right checksum at the first read is not trusted forever."""
     with open_store(disk_dir, 8 * PAGE) as store:
         store.put(KEY, pages(1, 4))
         store.flush()
@@ -553,7 +555,7 @@ def test_object_changed_after_its_first_read_raises(
 def test_object_change_without_stamp_check_is_served(
     tmp_path: Path, disk_dir: Path, victims: Victims
 ) -> None:
-    """The control: it is the check that notices."""
+    """Check the control: it is this check that notices."""
     path = tmp_path / "model.safetensors"
     save_file({f"layer{i}": pages(i, 4) for i in range(8)}, path)
     with open_store(disk_dir, 8 * PAGE) as store:
@@ -567,7 +569,7 @@ def test_object_change_without_stamp_check_is_served(
 
 
 def test_link_without_nofollow_is_followed(disk_dir: Path, victims: Victims) -> None:
-    """The control: who watches sees it."""
+    """Check the control: the watcher sees it."""
     made(disk_dir)
     path = object_file(disk_dir, KEY)
     path.unlink()

@@ -1,8 +1,8 @@
-"""The power is cut: what was acknowledged is there afterwards, and nothing else but the old.
+"""After a power cut, acknowledged groups are there, and otherwise only old or new values.
 
-A disk keeps each write, and is replayed up to a moment, without some of the last (`replaying.py`).
-A file system is shut down at a moment that matters. A disk refuses writes. All states that POSIX
-allows are in `test_crash_states.py`.
+A disk records each write and is replayed up to a moment, without some of the last writes
+(`replaying.py`); a file system is shut down at a critical moment; a disk refuses writes. All states
+that POSIX allows are in `test_crash_states.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PATIENCE = 3000
 ON_EACH = ("ext4", "xfs")
 CONTROLS = ("files", "directories")
 CONTROL_STATES = 40
-"""States within which a disk without syncs has lost a value; the first few do."""
+"""States within which a disk without syncs has lost a value; the first few usually suffice."""
 
 
 Found = dict[str | None, list[Cut]]
@@ -66,7 +66,7 @@ def assert_promises_hold(cuts: Sequence[Cut]) -> None:
 
 @contextmanager
 def cut_within_a_commit(directory: Path) -> Iterator[TierStore]:
-    """A store whose power goes when the last group that was put is renamed."""
+    """Cut a store's power when it renames the last group that was put."""
     store = TierStore(BUDGET, directory / "store", device="cpu")
     store.put("key", value("key", 1))
     store.flush()
@@ -111,7 +111,7 @@ def test_xfs_shutdown_with_sync_believed_loses_data(
     params=[pytest.param(kind, marks=pytest.mark.needs("fuse", kind)) for kind in ON_EACH],
 )
 def replays(request: pytest.FixtureRequest, quick_dir: Path, first_seed: int) -> Found:
-    """Return the results of replayed states of a file system: with all syncs, and without some."""
+    """Return the results of replayed states of a file system, with all syncs and without some."""
     kind, place, count = request.param, str(quick_dir), by_lane(4, 8, 30)
     seeds = range(first_seed, first_seed + by_lane(1, 1, 10))
     plans = [replaying.Plan(kind, place, count, seed) for seed in seeds]
@@ -125,7 +125,7 @@ def replays(request: pytest.FixtureRequest, quick_dir: Path, first_seed: int) ->
     return {None: every, **dict(zip(CONTROLS, found[len(plans) :], strict=True))}
 
 
-@pytest.mark.full("replays a disk; test_crash_states.py has all that POSIX allows")
+@pytest.mark.full("replays a disk; test_crash_states.py has all states that POSIX allows")
 @ON_EXT4
 def test_replay_without_unflushed_writes_breaks_no_promise(replays: Found) -> None:
     found = replays[None]
@@ -135,7 +135,7 @@ def test_replay_without_unflushed_writes_breaks_no_promise(replays: Found) -> No
     assert any(cut.lost for cut in found), "no write was ever lost"
 
 
-@pytest.mark.full("replays a disk; test_crash_states.py has all that POSIX allows")
+@pytest.mark.full("replays a disk; test_crash_states.py has all states that POSIX allows")
 @CONTROLS_ON_EXT4
 @pytest.mark.parametrize("without", CONTROLS)
 def test_replay_without_a_sync_loses_acknowledged_data(without: str, replays: Found) -> None:
@@ -146,7 +146,7 @@ def test_replay_without_a_sync_loses_acknowledged_data(without: str, replays: Fo
 
 
 class Failing:
-    """A file system on a disk that fails on command."""
+    """Mount a file system on a disk that fails on command."""
 
     def __init__(self, device: Device, at: Path) -> None:
         self.device = device
@@ -171,11 +171,11 @@ def failing(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Failing]
 CACHED, DIRECT = 6, 9
 """Numbers of values.
 
-The first is written through the page cache, so that the sync fails; the second by direct I/O, so
-that the write does.
+The first is written through the page cache, so the sync fails; the second by direct I/O, so the
+write does.
 """
 KEY = "refused"
-"""Key at the start of its file: a loop device does not report a failed write further on."""
+"""Key, at the start of its file: a loop device does not report a failed write further on."""
 
 
 @pytest.mark.parametrize("number", [CACHED, DIRECT], ids=["sync", "write"])

@@ -24,7 +24,7 @@ from tierstore import TierStore
 SYNCED = [name for name in SCENARIOS if name not in ("opening a new directory",)]
 PAGE = 4096
 
-# A disk without room ------------------------------------------------------------------------------
+# A full disk --------------------------------------------------------------------------------------
 
 
 def remount(at: Path, options: str) -> None:
@@ -38,7 +38,7 @@ def tmpfs(at: Path) -> Iterator[Path]:
 
 
 def room_left(at: Path, what: str, spare: int) -> Callable[[World], object]:
-    """So many pages, or names, are left from now on."""
+    """Leave this many pages, or names, free."""
 
     @contextmanager
     def full(world: World) -> Iterator[int]:
@@ -72,7 +72,7 @@ def test_full_disk_raises_and_loses_nothing(name: str, tmp_path: Path) -> None:
 
 
 def limited(kind: int, value: Callable[[], int]) -> Callable[[World], object]:
-    """The process has a lower limit meanwhile."""
+    """Lower a limit of the process inside the block."""
 
     @contextmanager
     def lower(world: World) -> Iterator[None]:
@@ -97,7 +97,7 @@ def next_descriptor() -> int:
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_process_out_of_descriptors_raises(name: str, tmp_path: Path) -> None:
     sweep = Sweep(name, tmp_path)
-    sweep.surely_meets("nothing", no_fault)  # what is imported late is imported by now
+    sweep.surely_meets("nothing", no_fault)  # so that late imports are done
     for spare in range(0, 12, by_lane(8, 4, 1)):
         lower = limited(resource.RLIMIT_NOFILE, lambda spare=spare: next_descriptor() + spare)
         sweep.surely_meets(f"{spare} descriptors left", lower)
@@ -134,14 +134,14 @@ store.close()
 """
 
 
-@pytest.mark.full("shows hundreds of groups; test_readable_again.py meets the same limit")
+@pytest.mark.full("binds hundreds of groups; test_readable_again.py meets the same limit")
 @pytest.mark.needs("limits")
 def test_host_views_need_no_descriptors(quick_dir: Path) -> None:
-    """Five hundred groups are shown at once, with 200 descriptors."""
+    """Bind five hundred groups at once, with 200 descriptors."""
     output_of("-c", FEW, quick_dir / "store", timeout=300)
 
 
-# Places that may not be changed -------------------------------------------------------------------
+# Read-only places ---------------------------------------------------------------------------------
 
 
 @pytest.mark.needs("root", "read-only-mounts")
@@ -227,7 +227,7 @@ def test_overlay_lower_groups_are_replaced_and_discarded(tmp_path: Path) -> None
     assert files_below(tmp_path / "lower") == before
 
 
-# Calls that the system itself lets fail -----------------------------------------------------------
+# System calls that the kernel makes fail ----------------------------------------------------------
 
 WORK = """
 import sys, torch
@@ -253,10 +253,10 @@ def traced(disk_dir: Path, calls: str, fault: str) -> subprocess.CompletedProces
 INTERRUPTED = "preadv,preadv2,pwrite64,fsync,fallocate,ftruncate"
 
 
-@pytest.mark.full("a process under strace; one whose reads fail is in each lane")
+@pytest.mark.full("a process under strace; every lane has one whose reads fail")
 @pytest.mark.needs("strace")
 def test_interrupted_calls_are_repeated(disk_dir: Path) -> None:
-    """Every third one is."""
+    """Interrupt every third call."""
     done = traced(disk_dir, INTERRUPTED, "error=EINTR:when=2+3")
     assert done.returncode == 0, done.stderr
     with TierStore("1MB", disk_dir, device="cpu") as store:
@@ -266,7 +266,7 @@ def test_interrupted_calls_are_repeated(disk_dir: Path) -> None:
         assert torch.equal(found[f"k{number}"], torch.full((5000,), float(number)))
 
 
-@pytest.mark.full("a process of its own for each", keep=["preadv,preadv2-error=EIO-TransferError"])
+@pytest.mark.full("a separate process for each", keep=["preadv,preadv2-error=EIO-TransferError"])
 @pytest.mark.needs("strace")
 @pytest.mark.parametrize(
     ("call", "fault", "told"),
@@ -276,7 +276,7 @@ def test_interrupted_calls_are_repeated(disk_dir: Path) -> None:
     ],
 )
 def test_failing_system_calls_raise(call: str, fault: str, told: str, disk_dir: Path) -> None:
-    """The control, too: what is injected arrives."""
+    """Check the control, too: injected errors arrive."""
     done = traced(disk_dir, call, fault)
     assert done.returncode == 1
     assert told in done.stderr.splitlines()[-1], done.stderr

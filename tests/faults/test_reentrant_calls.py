@@ -1,6 +1,6 @@
 """A reentrant call on the same thread works, or raises at once.
 
-Finalizers and signal handlers make it, at every so many instructions of the library. The default
+Finalizers and signal handlers make such calls at every n-th instruction of the library. The default
 lane runs a sample.
 """
 
@@ -48,9 +48,9 @@ def no_more(scene: Scene) -> None:
 
 
 def forward(scene: Scene) -> Callable[[], None]:
-    """Runs of a model whose weights take more than the memory."""
+    """Return runs of a model whose weights exceed the memory."""
     torch.manual_seed(0)
-    width = 128  # a weight takes as much as a group of the scene
+    width = 128  # a weight has the size of one of the scene's groups
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6))).eval()
     x = torch.randn(2, width)
     with torch.no_grad():
@@ -65,7 +65,7 @@ def forward(scene: Scene) -> Callable[[], None]:
 
 
 def training_step(scene: Scene) -> Callable[[], None]:
-    """Steps of a training that takes more than the memory."""
+    """Return steps of a training that exceeds the memory."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     offloaded = OffloadModel(model, scene.store)
@@ -96,7 +96,7 @@ ACTIONS = {
     "forward": (forward, 7),
     "training": (training_step, 29),
 }
-"""Interrupted actions, and by how much longer they are than the others."""
+"""Interrupted actions, and the factor by which their strides are longer."""
 
 actions = pytest.mark.parametrize("name", ACTIONS)
 
@@ -104,7 +104,7 @@ actions = pytest.mark.parametrize("name", ACTIONS)
 def sweep(
     store: TierStore, name: str, make: Callable[[str], None], *, times: int = 2
 ) -> tuple[Scene, int]:
-    """Run an action some times, each time visited at other instructions. Returns how many."""
+    """Run an action several times, visited at other instructions each time. Returns the count."""
     scene, visits = Scene(store), 0
     begin, longer = ACTIONS[name]
     action, stride = begin(scene), STRIDE * longer
@@ -117,7 +117,7 @@ def sweep(
 
 
 def assert_unharmed(scene: Scene, calls: Calls, neighbour: Neighbour) -> None:
-    """Check that every value is right, nothing is left behind, and other threads are unaffected."""
+    """Check that all values are right, nothing is left behind, and other threads are unaffected."""
     assert neighbour.errors == []
     assert calls.wrong == []
     stats = scene.store.stats() if not scene.store.closed else None
@@ -170,7 +170,7 @@ def test_call_in_a_signal_handler_works(device: str, name: str, quick_dir: Path)
 
 @pytest.mark.timeout(4 * 3600)
 def test_save_training_in_a_handler_works_or_raises(quick_dir: Path) -> None:
-    """It works unless it came where the step itself has leased what is to be saved."""
+    """Check that it works except where the step itself has leased a group to be saved."""
     with open_store(quick_dir / "store", BUDGET) as store:
         torch.manual_seed(0)
         offloaded = OffloadModel(nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))), store)
@@ -203,7 +203,7 @@ def test_save_training_in_a_handler_works_or_raises(quick_dir: Path) -> None:
 def test_call_in_a_finalizer_without_the_check_deadlocks(
     quick_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Show the control: the call joins the transaction it interrupts, or deadlocks on its lock."""
+    """Check the control: the call joins the transaction it interrupts, or deadlocks on its lock."""
 
     def joined(lock: Any, action: Callable[[], Any]) -> Any:
         with lock:
@@ -230,7 +230,7 @@ def test_call_in_a_finalizer_without_the_check_deadlocks(
 
 
 def test_handlers_not_deferred_raise(quick_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: without holding them back, their calls come in the middle of steps."""
+    """Check the control: calls of handlers that are not deferred run in the middle of steps."""
     monkeypatch.setattr(signal_handlers, "hold", lambda inside, nested: [])
     store = open_store(quick_dir / "store", BUDGET)
     calls = Calls(store, quick_dir)
@@ -245,7 +245,7 @@ def test_handlers_not_deferred_raise(quick_dir: Path, monkeypatch: pytest.Monkey
 
 
 def in_a_step(store: TierStore, act: Callable[[], None]) -> None:
-    """Have something done by a finalizer in the middle of a transaction."""
+    """Have a finalizer run a function in the middle of a transaction."""
     planner = type(core_of(store).planner)
     with at_call(planner.handle, lambda: type(Dying(act))):
         store.offload("steady")
@@ -284,7 +284,7 @@ def test_lease_released_in_a_step_is_returned(store: TierStore) -> None:
 def test_group_discarded_in_a_step_is_discarded(store: TierStore) -> None:
     store.put("passing", pages(1))
     in_a_step(store, lambda: store.discard("passing"))
-    store.stats()  # any next call
+    store.stats()  # the next call, whichever it is
     assert "passing" not in store
     assert_at_rest(store)
 
@@ -300,7 +300,7 @@ def test_group_put_after_its_discard_in_a_step_stays(store: TierStore) -> None:
 
 @pytest.mark.parametrize("place", ["worker", "serial"])
 def test_finalizer_on_a_store_thread_raises(place: str, store: TierStore) -> None:
-    """A wait there might be for the thread itself."""
+    """Check a call on a thread of the store: its wait might be for that thread itself."""
     told: list[BaseException] = []
     over = threading.Event()
 
@@ -324,7 +324,7 @@ def test_finalizer_on_a_store_thread_raises(place: str, store: TierStore) -> Non
 
 
 def test_handler_blocked_by_its_own_put_raises(store: TierStore) -> None:
-    """A call during the put that it interrupts: no one could free its space."""
+    """Call the store during the put that it interrupts: no caller could free its space."""
     size = BUDGET // PAGE * 2 // 3
     told: list[BaseException] = []
 
@@ -367,7 +367,7 @@ def test_handler_during_a_wait_works(store: TierStore) -> None:
 
 @pytest.mark.parametrize("wanted", ["flush", "get", "update"])
 def test_caller_waiting_for_its_own_lease_raises(wanted: str, store: TierStore) -> None:
-    """At once, whatever others do meanwhile."""
+    """Check that it raises at once, whatever other callers do meanwhile."""
     calls = {
         "flush": lambda: store.flush(timeout=PATIENCE),
         "get": lambda: store.get("steady", timeout=PATIENCE),

@@ -1,4 +1,4 @@
-"""Repairs on disks that fail, as a user who may not read everything, and when the power is cut."""
+"""Repairs on failing disks, by users without read access to all files, and during power cuts."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ WITHOUT_SYNCS = "import os; os.fsync = lambda descriptor: None\n"
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """A directory on a disk, with a way to it that is open to everybody."""
+    """Create a directory on a disk, at a path that any user can enter."""
     with tempfile.TemporaryDirectory(prefix="tierstore-", dir="/var/tmp") as path:
         os.chmod(path, 0o755)
         yield Path(path)
 
 
 def make_store(directory: Path) -> Path:
-    """A store of the groups a, b and layers/0."""
+    """Create a store of the groups a, b and layers/0."""
     store = ObjectDirectory(directory)
     for key in ("a", "b", "layers/0"):
         put(store, key)
@@ -42,7 +42,7 @@ def make_store(directory: Path) -> Path:
 
 
 def verify(*args: object, under: tuple[object, ...] = (), code: str = COMMAND) -> tuple[int, Any]:
-    """Run the command, perhaps under another program: its exit code and its document."""
+    """Run the command, perhaps under another program. Returns its exit code and its document."""
     command = [*under, sys.executable, "-c", code, "verify", *args, "--json"]
     done = subprocess.run(
         [str(word) for word in command],
@@ -58,9 +58,9 @@ def verify(*args: object, under: tuple[object, ...] = (), code: str = COMMAND) -
 
 
 def injecting(path: Path, calls: str, error: str) -> tuple[object, ...]:
-    """Every one of these system calls that concerns a file fails."""
+    """Return an strace command under which these system calls on a file fail."""
     inject = f"inject={calls}:error={error}"
-    # A file that is opened below an open directory has only its own name in the call.
+    # A file opened below an open directory appears in the call by its bare name.
     names = ("-P", path, "-P", path.name)
     return (program("strace"), "-f", "-qq", "-o", os.devnull, *names, "-e", inject)
 
@@ -141,7 +141,7 @@ def test_repair_on_a_read_only_disk_only_reports(scratch: Path) -> None:
 
 
 def repaired(scratch: Path, kind: str, code: str) -> tuple[bool, list[str]]:
-    """Repair, and cut the power: whether the object is still in place, and what is put away."""
+    """Repair, and cut the power. Returns whether the object is in place, and the quarantine."""
     image = scratch / f"{kind}.image"
     make_image(image, kind)
     with loop_mounted(image, scratch / "mounted") as disk:
@@ -169,5 +169,5 @@ def test_repair_survives_a_power_cut(scratch: Path, kind: str) -> None:
         assert not in_place
         assert len(away) == 2
     in_place, away = repaired(scratch, kind, WITHOUT_SYNCS + COMMAND)
-    assert in_place, "nothing was lost, but the repair was"
+    assert in_place, "the power cut did not undo the unsynced repair"
     assert away == []

@@ -1,4 +1,4 @@
-"""A store that is used for a long time takes no more of anything than at the beginning."""
+"""A store that is used for a long time takes no more resources than at the beginning."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.store.helpers import assert_group, open_store, pages
 from tierstore import TransferError
 
 STEADY = 1.0
-"""Bytes that an operation may add to the memory of the process: 1 MB for a million."""
+"""Bytes of process memory that an operation may add: 1 MB for a million operations."""
 ROUGH = 50.0
-"""The same for a run of a minute, in which what is taken once, at the beginning, counts."""
+"""The same for a run of a minute, in which memory taken once at the beginning counts."""
 
 
 def soaked(place: Path, gets: int, *, faults: bool = True, leak: int = 0, seed: int = 0) -> Told:
@@ -43,7 +43,7 @@ def test_soak_keeps_memory_files_and_threads_constant(tmp_path: Path) -> None:
     assert growth < (STEADY if gets > 1_000_000 else ROUGH)
     assert len({note.files for note in later}) == 1, [note.files for note in later]
     assert len({note.threads for note in told.notes}) == 1
-    # It was a soak: much had to make room, and calls failed in every second part.
+    # It was a soak: many groups were evicted, and calls failed in every second part.
     assert told.done["get"] > 0.9 * gets
     assert told.evicted > gets / 10
     assert told.samples > PARTS
@@ -56,13 +56,13 @@ def test_soak_keeps_memory_files_and_threads_constant(tmp_path: Path) -> None:
 @pytest.mark.full("the control of hundreds of thousands of calls")
 @pytest.mark.timeout(1800)
 def test_soak_notices_a_leak_of_a_hundred_bytes(tmp_path: Path) -> None:
-    """The control."""
+    """Check the control."""
     told = soaked(tmp_path / "store", 20_000, faults=False, leak=100)
     assert slope(told.notes[PARTS // 2 :]) > ROUGH
 
 
 def test_leftovers_of_failed_writes_go_with_the_next_flush(tmp_path: Path) -> None:
-    """Also if it could not be removed when the write had failed."""
+    """Check this also for a file that could not be removed after the failed write."""
     store = open_store(tmp_path / "store")
     store.put("key", pages(1))
 
@@ -77,7 +77,7 @@ def test_leftovers_of_failed_writes_go_with_the_next_flush(tmp_path: Path) -> No
 
 
 def test_failed_put_stores_nothing(tmp_path: Path) -> None:
-    """Not even if only the file of the group that it replaces cannot be removed."""
+    """Check a put that fails only because the replaced group's file cannot be removed."""
     store = open_store(tmp_path / "store")
     store.put("key", pages(1))
     store.flush()

@@ -1,7 +1,7 @@
-"""Groups that say what they are: bytes of other groups, other versions or other places are seen.
+"""Groups that identify themselves: bytes of another group, version or place are noticed.
 
-Every number in a group is made of its tag and of its place in the group. A tag is made of the key,
-of who wrote it, and of a number that its writer uses once.
+Every number in a group is made of its tag and its place in the group. A tag is made of the key, its
+writer, and a number that the writer uses once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PLACE = 20
 
 
 class Torn(AssertionError):
-    """A group is not what anybody wrote under its key."""
+    """A group that no thread wrote under its key."""
 
 
 def key_of(number: int) -> str:
@@ -38,7 +38,7 @@ def _numbers(tag: int, start: int, count: int) -> torch.Tensor:
 
 
 def group(tag: int, pages: int) -> dict[str, torch.Tensor]:
-    """`pages` pages in two tensors."""
+    """Return a group of `pages` pages in two tensors."""
     rows = pages * PAGE // 8
     return {
         "left": _numbers(tag, 0, rows // 2),
@@ -47,7 +47,7 @@ def group(tag: int, pages: int) -> dict[str, torch.Tensor]:
 
 
 def tag_of(key: str, tensors: Mapping[str, torch.Tensor]) -> int:
-    """The tag of a whole group. Raises Torn."""
+    """Return the tag of a whole group. Raises Torn."""
     left, right = tensors["left"].cpu(), tensors["right"].cpu()
     tag = int(left[0]) >> PLACE
     if tag >> SERIAL >> WHO != int(key[4:]):
@@ -60,7 +60,7 @@ def tag_of(key: str, tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def fill(tensors: Mapping[str, torch.Tensor], tag: int) -> None:
-    """Change a group in place, one tensor after the other."""
+    """Change a group in place, one tensor after another."""
     start = 0
     for name in ("left", "right"):
         tensors[name].copy_(_numbers(tag, start, len(tensors[name])))

@@ -1,8 +1,8 @@
-"""Records what this process does with files, as Python itself reports it.
+"""Records this process's file operations, as Python's audit events report them.
 
 An audit hook cannot be removed, so there is one for the whole process, which records events only
-while a watcher is active. Python reports every file that is opened, listed, made, renamed or
-removed, and everything that brings code into the process.
+while a watcher is active. Python reports every file that is opened, listed, created, renamed or
+removed, and everything that loads code into the process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import encodings.utf_16_be
 import encodings.utf_16_le
 import encodings.utf_32_be
-import encodings.utf_32_le  # `json` guesses the encoding of bytes: these belong to Python itself
+import encodings.utf_32_le  # `json` guesses encodings: Python itself needs these
 import functools
 import os
 import sys
@@ -20,9 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy.ctypeslib  # by libraries, the first time that they need it: this and the next
+import numpy.ctypeslib  # libraries import this and the next when they first need them
 import numpy.ma
-import rich.progress  # by bars of progress, the first time that something takes long
+import rich.progress  # progress bars import it when something first takes long
 import torch
 from click.testing import CliRunner
 from rich.cells import cell_len
@@ -50,7 +50,7 @@ PATHS = {
     "os.utime": (0,),
     "shutil.rmtree": (0,),
 }
-"""Which arguments of an event are paths."""
+"""Arguments of an event that are paths."""
 
 CODE = (
     "pickle.find_class",
@@ -71,7 +71,7 @@ CODE = (
     "socket.bind",
     "urllib.Request",
 )
-"""Events that bring code into the process, start another one, or reach for the network."""
+"""Events that load code, start a process, or reach for the network."""
 
 SYSTEM = ("/proc", "/sys")
 
@@ -87,7 +87,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 class Watch:
-    """Events while a watcher was active."""
+    """Events recorded while a watcher is active."""
 
     def __init__(self, events: list[Event]) -> None:
         self.events = events
@@ -102,7 +102,7 @@ class Watch:
         return [e for e in self.events if not all(_is_in(p, e, allowed) for p in _paths(e))]
 
     def opened(self) -> list[str]:
-        """The paths that were opened by a whole name."""
+        """Return the files that were opened by a full path."""
         return [path for event in self.events if event[0] == "open" for path in _paths(event)]
 
 
@@ -119,7 +119,7 @@ def _is_in(path: str, event: Event, allowed: list[str]) -> bool:
 
 
 def _is_below_an_open_directory(name: str, event: Event) -> bool:
-    """Return whether a name below an open directory can lead nowhere else.
+    """Return whether a name below an open directory cannot lead elsewhere.
 
     Only opening follows a link, unless it has O_NOFOLLOW. A draft is reopened under the unguessable
     name that it was just created with.
@@ -133,7 +133,7 @@ def _is_below_an_open_directory(name: str, event: Event) -> bool:
 
 @functools.cache
 def warm_up() -> None:
-    """Import everything, and make what is made once: that is not what is looked for."""
+    """Import everything and fill all caches: those events are not of interest."""
     with tempfile.TemporaryDirectory() as place:
         for _ in range(2):
             with TierStore("1MB", place, device="cpu") as store:
@@ -143,18 +143,18 @@ def warm_up() -> None:
         for words in (["ls", "--json"], ["ls"], ["verify", "--data"], ["prune", "-y"]):
             CliRunner().invoke(inspector, [words[0], place, *words[1:]])
         CliRunner().invoke(inspector, ["show", place, "key"])
-    cell_len("\u6f22")  # what it needs for this lies in a file of its own
+    cell_len("\u6f22")  # it reads a file for this
 
 
 @contextmanager
 def watched() -> Iterator[Watch]:
-    """Note what happens in the block."""
+    """Record events inside the block."""
     global _noted, _hooked
     warm_up()
     if not _hooked:
         sys.addaudithook(_hook)
         _hooked = True
-    assert _noted is None, "somebody watches already"
+    assert _noted is None, "another watcher is active"
     events: list[Event] = []
     _noted = events
     try:

@@ -1,6 +1,6 @@
-"""A Hugging Face hub on this machine: what huggingface_hub asks for is served, and counted.
+"""A local Hugging Face hub that serves and counts the requests of huggingface_hub.
 
-It is a real server, and the real client talks to it in processes of their own, with HF_ENDPOINT.
+It is a real server. The real client runs in separate processes, with HF_ENDPOINT.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REVISION = "0123456789abcdef0123456789abcdef01234567"
 
 @dataclass
 class Hub:
-    """Models by id, as directories. `sent` counts the bytes of each file that went out."""
+    """Models by id, as directories. `sent` counts the bytes sent of each file."""
 
     models: dict[str, Path] = field(default_factory=dict)
     gated: set[str] = field(default_factory=set)
@@ -31,15 +31,15 @@ class Hub:
     address: str = ""
 
     def files(self, name: str) -> list[Path]:
-        """All files of a model."""
+        """Return all files of a model."""
         return sorted(path for path in self.models[name].rglob("*") if path.is_file())
 
     def weights(self, name: str) -> int:
-        """Bytes of its safetensors files."""
+        """Return the bytes of its safetensors files."""
         return sum(p.stat().st_size for p in self.files(name) if p.suffix == ".safetensors")
 
     def environment(self, home: Path, **more: str) -> dict[str, str]:
-        """For a process that shall ask this hub, and keep its cache in `home`."""
+        """Return the environment of a process that uses this hub, with its cache in `home`."""
         return {
             "HF_ENDPOINT": self.address,
             "HF_HOME": str(home),
@@ -63,7 +63,7 @@ def _refused(status: int, code: str) -> Response:
 
 
 def application(hub: Hub) -> Flask:
-    """The routes of the hub that are asked for."""
+    """Return the routes of the hub that the client requests."""
     app = Flask("hub")
 
     @app.before_request
@@ -126,7 +126,7 @@ def _etag(path: Path) -> str:
 
 @contextmanager
 def serving() -> Iterator[Hub]:
-    """A hub without models, until the block ends."""
+    """Serve a hub without models until the end of the block."""
     hub = Hub()
     server = make_server("127.0.0.1", 0, application(hub), threaded=True, request_handler=_Quiet)
     hub.address = f"http://127.0.0.1:{server.server_port}"

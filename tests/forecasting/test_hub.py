@@ -1,6 +1,6 @@
-"""`plan` of a model in the Hugging Face hub, by its id: in the cache, or from headers alone.
+"""`plan` of a model in the Hugging Face hub, by id: from the cache, or from headers alone.
 
-The hub is on this machine, the client is the real one, and so is its cache.
+The hub is local; the client and its cache are the real ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LAYERS = 24
 
 
 def layers(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """24 MiB in float32."""
+    """Return layers of 24 MiB in float32."""
     return {f"blocks.{n}.weight": torch.zeros(512, 512, dtype=dtype) for n in range(LAYERS)}
 
 
@@ -46,7 +46,7 @@ def save_sharded(place: Path, stem: str, weights: dict[str, torch.Tensor]) -> No
 
 @pytest.fixture(scope="module")
 def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A pipeline with shards, two variants, pickles and more; and a model of one file."""
+    """Create a pipeline with shards, two variants, pickles and more, and a model of one file."""
     root = tmp_path_factory.mktemp("repositories")
     pipe = root / "pipe"
     index: dict[str, Any] = {"_class_name": "SomePipeline", "safety_checker": [None, None]}
@@ -71,7 +71,7 @@ def repositories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (pipe / "text_encoder" / "pytorch_model.bin").write_bytes(bytes(1 << 20))
     save_file({"decoder.w": torch.zeros(64, 64)}, pipe / "vae" / "model.safetensors")
     (pipe / "safety" / "pytorch_model.bin").write_bytes(bytes(1 << 20))
-    # A single file of everything, as many repositories have it beside the folders.
+    # A single file with all weights, as many repositories have beside the folders.
     save_file(layers(), pipe / "everything.safetensors")
     model = root / "model"
     model.mkdir()
@@ -121,7 +121,7 @@ def download(name: str, hub: Hub, home: Path, *patterns: str) -> Path:
 
 
 def forecast_and_remarks(document: dict[str, Any]) -> dict[str, Any]:
-    """All of it but where it lies."""
+    """Return the forecast without its location, and the remarks."""
     names = "components", "plans", "advice"
     return {name: document[name] for name in names}
 
@@ -145,9 +145,9 @@ def test_hub_model_plans_as_its_directory_from_headers_alone(
         wanted = {f"transformer/{shard}" for shard in shards}
         wanted |= {"text_encoder/model.safetensors", "vae/model.safetensors"}
     assert set(weights) == wanted
-    assert max(weights.values()) <= 100_001, "a range at the beginning of each"
+    assert max(weights.values()) <= 100_001, "only the beginning of each file is requested"
     assert sum(hub.sent.values()) < hub.weights(name) / 50
-    assert not list(home.rglob("*.json")), "nothing is left in the cache"
+    assert not list(home.rglob("*.json")), "the cache must stay empty"
 
 
 def test_hub_variant_is_read_where_present(hub: Hub, home: Path) -> None:
@@ -167,7 +167,7 @@ def test_hub_cache_is_read_first(hub: Hub, home: Path, inspect: Inspect) -> None
     assert remarks == ""
     local = inspect.json("plan", snapshot, "--ram", "8MB", "--groups")
     assert forecast_and_remarks(told) == forecast_and_remarks(local)
-    assert hub.requests == [], "nobody was asked"
+    assert hub.requests == [], "no request was needed"
 
 
 @pytest.mark.full("several processes for each")
@@ -204,7 +204,7 @@ def test_hub_offline_missing_component_raises(hub: Hub, home: Path) -> None:
     assert hub.requests == []
 
 
-# --- what cannot be -------------------------------------------------------------------------------
+# --- errors ---------------------------------------------------------------------------------------
 
 
 def refused(name: str, **more: str) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""Forecasts come true: groups and bytes are those of real runs."""
+"""Forecasts hold: groups and bytes equal those of real runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Built = Callable[[str, str], Path]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """`built(kind, size)`: a real checkpoint."""
+    """Return `built(kind, size)`: a real checkpoint."""
     root = tmp_path_factory.mktemp("checkpoints")
 
     def find(kind: str, size: str) -> Path:
@@ -48,11 +48,11 @@ def budget_of(pipe: Any, share: float) -> int:
 
 
 def without_prefix(key: str) -> str:
-    """A key of a run, `FluxPipeline-0/transformer/norm`, without what names the run."""
+    """Return a key such as `FluxPipeline-0/transformer/norm` without the name of the run."""
     return key.partition("/")[2]
 
 
-@pytest.mark.full("the model, and how it is cut", keep="values")
+@pytest.mark.full("each model and each partition", keep="values")
 @pytest.mark.parametrize("offload_type", ["block_level", "leaf_level"])
 @pytest.mark.parametrize("share", [0.34, 0.8])
 @pytest.mark.parametrize("kind", ["flux", "wan", "sdxl", "llama"])
@@ -77,7 +77,7 @@ def test_forecast_groups_equal_those_of_a_run(
         for part in found["plans"][0]["components"]
         for group in part["groups"]
     }
-    if kind == "wan":  # in its autoencoder, the order of the modules is not the customary one
+    if kind == "wan":  # the modules of its autoencoder are not in the customary order
         real, told = ({k: n for k, n in g.items() if k[0] != "vae"} for g in (real, told))
     assert told == real
     assert len(told) > 10
@@ -88,7 +88,7 @@ def test_forecast_groups_equal_those_of_a_run(
 def test_plan_device_groups_equal_a_store(
     ram: float, inspect: Inspect, built: Built, disk_dir: Path
 ) -> None:
-    """A block that is larger than a group is in several, each with a key of its own."""
+    """Split a block that is larger than a group into several, each with a separate key."""
     pipe = pipelines.load("flux", built("flux", "tiny"))
     budget, on_device = budget_of(pipe, ram), budget_of(pipe, 2.0)
     store = TierStore(budget, disk_dir, device=ACCELERATOR, device_budget=on_device)
@@ -108,7 +108,7 @@ def test_plan_device_groups_equal_a_store(
 
 
 def test_plan_device_bytes_add_up_to_the_weights(inspect: Inspect, tmp_path: Path) -> None:
-    """Blocks of several groups, on a device that holds half of them."""
+    """Plan blocks of several groups, on a device that holds half of them."""
     block = {f"{name}.weight": torch.zeros(64, 1024) for name in ("qkv", "wide", "narrow", "out")}
     weights = {f"blocks.{n}.{k}": t.clone() for n in range(16) for k, t in block.items()}
     save_file(weights, tmp_path / "model.safetensors")
@@ -126,7 +126,7 @@ def test_plan_device_bytes_add_up_to_the_weights(inspect: Inspect, tmp_path: Pat
 
 
 def steps_of(path: Path, prefix: str, first: str) -> tuple[dict[str, int], list[list[str]]]:
-    """The groups of a recorded run, and the order of their uses in each step."""
+    """Return the groups of a recorded run, and the order of their uses in each step."""
     recorded = read_trace(path)
     groups = {without_prefix(key): nbytes for key, nbytes in recorded.groups}
     steps: list[list[str]] = []
@@ -146,12 +146,12 @@ def source_bytes(store: TierStore, key: str) -> int:
     return source.nbytes
 
 
-@pytest.mark.full("runs two models; the test of the groups has one")
+@pytest.mark.full("runs two models; the test of the groups runs one")
 @pytest.mark.parametrize("kind", ["flux", "llama"])
 def test_forecast_step_equals_that_of_a_run(
     inspect: Inspect, built: Built, disk_dir: Path, tmp_path: Path, kind: str
 ) -> None:
-    """The order of uses is the real one, so that the planner, on that order, reads as predicted."""
+    """Use the real order, with which the planner reads as predicted."""
     pipe = pipelines.load(kind, built(kind, "small"))
     budget = budget_of(pipe, 0.8)
     options = "--groups", "--ram", f"{budget}B", "--disk-bandwidth", "1GB/s", "--compute", "0.1"
@@ -203,7 +203,7 @@ def test_forecast_reads_equal_a_run_that_fits(
 def test_forecast_reads_equal_a_run_at_each_budget(
     inspect: Inspect, built: Built, disk_dir: Path
 ) -> None:
-    """Record that the amount prefetched depends on times, here those of this machine."""
+    """Allow a tenth: the amount prefetched depends on times, here those of this machine."""
     pipe = pipelines.load("flux", built("flux", "small"))
     budgets = [budget_of(pipe, share) for share in (0.2, 0.4, 0.6)]
     words = [word for budget in budgets for word in ("--ram", f"{budget}B")]

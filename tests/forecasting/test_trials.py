@@ -1,4 +1,4 @@
-"""`plan` without budgets: the ones that it tries, its recommendation, and the output."""
+"""`plan` without budgets: those that it tries, its recommendation, and the output."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_recommended_without_times_is_the_smallest_without_reads(
         ("0.3", ["20MB"]),  # at 50 MB/s, 5 % more is less than 1 MB
         ("0.35", ["20MB"]),
         ("0", ["20MB"]),
-        ("1", ["4MB"]),  # all weights come in a third of that
-        ("0.25", ["10MB"]),  # 12.5 MB come meanwhile, 10 have to
+        ("1", ["4MB"]),  # all weights arrive in a third of that
+        ("0.25", ["10MB"]),  # 12.5 MB can arrive meanwhile, 10 must
     ],
 )
 def test_recommended_with_times_allows_a_twentieth_more(
@@ -134,7 +134,7 @@ def test_recommended_satisfies_each_model_of_a_loop(inspect: Inspect, tmp_path: 
     assert enough(found) == ["5MB"]
 
 
-# --- the budgets tried ----------------------------------------------------------------------------
+# --- the tried budgets ----------------------------------------------------------------------------
 
 
 def test_plan_needs_only_a_model_name(inspect: Inspect, checkpoint: Path) -> None:
@@ -156,7 +156,7 @@ def test_auto_budget_equals_a_stores(inspect: Inspect, checkpoint: Path, disk_di
     rams = {plan["ram_budget"]: plan["ram"] for plan in found["plans"]}
     with TierStore("auto", disk_dir, device="cpu") as store:
         budget = store.stats().budget_bytes["HOST"]
-    assert budget == pytest.approx(rams["auto"], rel=0.1)  # others use memory meanwhile
+    assert budget == pytest.approx(rams["auto"], rel=0.1)  # other processes use memory meanwhile
     assert rams["auto"] == pytest.approx(available_memory() / 2, rel=0.1)
     with TierStore("50%", disk_dir, device="cpu") as store:
         assert rams["50%"] == store.stats().budget_bytes["HOST"]

@@ -1,1 +1,1 @@
-"""The planner against an independent account of everything it instructs."""
+"""Check the planner against independent books of all its instructions."""

@@ -1,8 +1,8 @@
-"""Independent books: what must be true if a carrier did exactly what the planner instructed.
+"""Independent books: the state after a carrier has executed exactly the planner's instructions.
 
-The books never look into the planner. They replay its instructions one by one, in order, and
-object to the first one that breaks a promise. Every copy carries the number of the version of the
-bytes that it holds, which an UPDATE increases: a stale copy is noticed when it is read or leased.
+The books never look into the planner. They replay its instructions in order, and reject the first
+one that breaks a promise. Every copy has the version of the bytes that it holds, which an UPDATE
+increases, so a stale copy is noticed when it is read or leased.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tierstore.model.tiers import Access, HostAccess, Tier
 
 @dataclass
 class Held:
-    """One copy: the version of the bytes it holds, None while they are on their way."""
+    """A copy: the version of the bytes it holds, None while they are on their way."""
 
     cost: int
     version: int | None = None
     readers: int = 0
-    lost: bool = False  # its transfer failed, or its caller withdrew: it will never be complete
+    lost: bool = False  # its transfer failed or its caller withdrew: it never becomes complete
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Entry:
 
     group: GroupId
     nbytes: int
-    backing: Tier | None = None  # there a file of the user's holds its bytes
+    backing: Tier | None = None  # the tier where a user's file holds its bytes
     version: int = 0
     copies: dict[Tier, Held] = field(default_factory=dict)
     leases: list[Access] = field(default_factory=list)
@@ -42,8 +42,8 @@ class Entry:
     fetches: int = 0
     renewed: bool = False  # by its host lease: no copy has the new values yet
     held: bool = False
-    away: set[Tier] = field(default_factory=set)  # where it was when it was moved to disk
-    shared: bool = False  # in host memory it takes another process's space
+    away: set[Tier] = field(default_factory=set)  # the tiers it was on when it was moved to disk
+    shared: bool = False  # in host memory it takes the space of another process
 
     def complete(self, tier: Tier) -> bool:
         """Return whether `tier` has the newest bytes."""
@@ -72,8 +72,8 @@ class Books:
         self.top = self.tiers[0]
         self.host = [tier for tier in self.tiers if not tier.persistent][-1]
         self.used = dict.fromkeys(self.tiers, 0)
-        self.carved_out = dict.fromkeys(self.tiers, 0)  # bytes that are no copy's
-        self.shared_budget = self.shared_used = 0  # of host memory, beside its budget
+        self.carved_out = dict.fromkeys(self.tiers, 0)  # bytes of no copy
+        self.shared_budget = self.shared_used = 0  # in host memory, outside its budget
         self.entries: dict[GroupId, Entry] = {}
         self.moving: list[Copy] = []
         self.followed: list[Instruction] = []
@@ -123,7 +123,7 @@ class Books:
             entry.copies[self.top].version = entry.version
 
     def may_hold(self, key: GroupId, purpose: HostAccess) -> bool | None:
-        """Return the answer to a request to hold it, or None if it depends on free space."""
+        """Return the answer to a request for a host lease, or None if it depends on free space."""
         entry = self.entries[key]
         if entry.held or entry.leases or entry.moving():
             return False
@@ -173,15 +173,15 @@ class Books:
     def follow(self, instruction: Instruction) -> None:
         """Follow an instruction, and raise if it breaks a promise."""
         self.followed.append(instruction)
-        assert instruction.group in self.entries, f"{instruction}: there is no such group"
+        assert instruction.group in self.entries, f"{instruction}: no such group"
         entry = self.entries[instruction.group]
         match instruction:
             case Forget():
-                assert entry.discarded, f"{instruction}: nobody discarded it"
-                assert not (entry.copies or entry.leases), f"{instruction}: it is still there"
+                assert entry.discarded, f"{instruction}: it was not discarded"
+                assert not (entry.copies or entry.leases), f"{instruction}: it still has copies"
                 del self.entries[entry.group]
             case Reserve(tier=tier):
-                assert entry.claimed or entry.renewed, f"{instruction}: nobody claimed that"
+                assert entry.claimed or entry.renewed, f"{instruction}: it was not claimed"
                 self._take(entry, tier)
                 if entry.renewed:
                     entry.renewed = False
@@ -192,8 +192,8 @@ class Books:
                 self._drop(entry, tier)
 
     def _copy(self, entry: Entry, move: Copy) -> None:
-        assert move.nbytes == entry.nbytes, f"{move}: not its size"
-        assert not entry.discarded, f"{move}: nobody wants that group any more"
+        assert move.nbytes == entry.nbytes, f"{move}: wrong size"
+        assert not entry.discarded, f"{move}: the group is no longer wanted"
         assert entry.complete(move.src), f"{move}: its source is stale, incomplete or missing"
         assert not entry.exclusive(), f"{move}: its group is lent to somebody who must be alone"
         places = self.tiers.index(move.src), self.tiers.index(move.dst)
@@ -206,7 +206,7 @@ class Books:
         self.moving.append(move)
 
     def _take(self, entry: Entry, tier: Tier) -> None:
-        assert tier not in entry.copies, f"{entry.group} is on {tier.name} already"
+        assert tier not in entry.copies, f"{entry.group} is already on {tier.name}"
         cost = 0 if tier is entry.backing else entry.nbytes
         entry.copies[tier] = Held(cost)
         self.used[tier] += cost
@@ -219,7 +219,7 @@ class Books:
         assert budget is None or used <= budget, f"{tier.name} holds {used} bytes of {budget}"
 
     def own(self, tier: Tier) -> int:
-        """The bytes that count against the budget of a tier."""
+        """Return the bytes that count against the budget of a tier."""
         shared = self.shared_used if tier is self.host else 0
         return self.used[tier] + self.carved_out[tier] - shared
 
@@ -241,9 +241,9 @@ class Books:
     def _assert_may_go(self, entry: Entry, tier: Tier) -> None:
         where = f"{entry.group} on {tier.name}"
         users = tier is entry.backing and not entry.discarded
-        assert not users, f"{where} is dropped, which takes no room there"
+        assert not users, f"{where} is dropped although it takes no space there"
         assert entry.copies[tier].version is not None, f"{where} is dropped while it is written"
-        stale = entry.copies[tier].version != entry.version  # somebody changes another copy
+        stale = entry.copies[tier].version != entry.version  # another copy is being changed
         if tier is self.top:
             assert not entry.leases, f"{where} is dropped while it is leased"
             awaited = entry.demands and not entry.discarded and not stale
@@ -260,16 +260,18 @@ class Books:
         for entry in self.entries.values():
             self._inspect(entry)
             over = entry.discarded and not entry.copies
-            assert not over, f"{entry.group} should be forgotten"
+            assert not over, f"{entry.group} should have been forgotten"
 
     def _inspect(self, entry: Entry) -> None:
         where = sorted(entry.copies)
         if entry.leases:
-            assert entry.complete(self.top), f"{entry.group} is lent, but not there"
+            assert entry.complete(self.top), f"{entry.group} is leased but not resident"
         if Access.UPDATE in entry.leases:
             assert where == [self.top], f"{entry.group} is being changed and on {where}"
         if entry.held:
-            assert entry.complete(self.host), f"{entry.group} is held, but not there"
+            assert entry.complete(self.host), (
+                f"{entry.group} is leased in host memory but not resident"
+            )
         unused = [tier for tier in where if not self._in_use(entry, tier)]
         if entry.saved() and not (entry.demands or entry.fetches):
             left = entry.away.intersection(unused)
@@ -298,8 +300,8 @@ class Books:
     def never_comes_up(self, key: GroupId, goal: Tier) -> bool:
         """Return whether a group is too large for a tier that it must occupy.
 
-        These are memory from `goal` on, and each persistent tier that it has to pass through: one
-        above all tiers that have it.
+        These are the memory tiers from `goal` on, and each persistent tier above all tiers that
+        have it, which it must pass through.
         """
         entry = self.entries[key]
         for tier in self.tiers[self.tiers.index(goal) :]:
@@ -315,7 +317,7 @@ class Books:
         return False
 
     def disk_is_tight(self) -> bool:
-        """Return whether some group without a file would not fit on the disk any more.
+        """Return whether a group without a file no longer fits on the disk.
 
         Copies on a persistent tier can move to the one below, so that only the last one may be
         full; but one above it may be too small for a group that has to pass through.

@@ -1,10 +1,10 @@
-"""The events of a history, or of a store, in a file: to look at a failure as often as one likes.
+"""Event logs of histories or stores in files, to replay a failure any number of times.
 
     python -m tests.histories.logs FILE
 
-prints each event, and what a planner of today instructs after it. FILE is a trace of a store, or a
-history: then its name ends with `.jsonl`, its first line says for which planner it is, and each
-other one is an event, as `tierstore.observe.event_log` writes it.
+prints each event and the current planner's instructions after it. FILE is a trace of a store, or a
+history. A history's name ends with `.jsonl`. Its first line describes the planner, and each other
+line is an event, as written by `tierstore.observe.event_log`.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def write_log(
 
 
 def replay(file: str | Path) -> Iterator[tuple[Event, list[Instruction]]]:
-    """Each event of a history or of a trace, and what a planner instructs after it."""
+    """Yield each event of a history or of a trace, and the current planner's instructions."""
     if Path(file).suffix != HISTORY:
         record = read_trace(file).events
-        assert record is not None, f"{file} is older than the record of events"
+        assert record is not None, f"{file} has no event record"
         return simulation.replay(record)
     head, *rows = map(json.loads, Path(file).read_text().splitlines())
     tiers, budgets = dict(TIERS), {}

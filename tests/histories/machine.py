@@ -1,7 +1,7 @@
-"""A store and its carriers, played by a test: any caller, any order, any failure.
+"""A store and its carriers, simulated by a test: any caller, any order, any failure.
 
-`World` makes one planner step at a time and keeps the books beside it. `play` draws a random
-history of such steps from a seed. `World.finish` asserts liveness.
+`World` makes one planner step at a time and updates the books. `play` draws a random history of
+such steps from a seed. `World.finish` asserts liveness.
 """
 
 from __future__ import annotations
@@ -103,16 +103,16 @@ class World:
     def step(self, event: events.Event) -> None:
         """Pass an event to the planner, follow its instructions, and check all promises."""
         self.sound = False
-        self.now += 1.0  # every step takes as long: the planner learns times, and plans by them
+        self.now += 1.0  # constant step time: the planner learns times and plans by them
         self._handle(event)
         self.sound = True
 
     def _handle(self, event: events.Event) -> None:
-        self.log.append((self.now, event))  # before: it may be the one that fails
+        self.log.append((self.now, event))  # first, as it may be the step that fails
         try:
             instructions = self.planner.handle(event, self.now)
         except BudgetError:
-            self.log.pop()  # nothing has changed
+            self.log.pop()  # no state has changed
             raise
         self.told.append(instructions)
         self._follow(instructions)
@@ -163,7 +163,7 @@ class World:
         held = sum(entries[h.key].nbytes for h in self.holders if h.purpose is HostAccess.PERMANENT)
         host = self.books.tiers.index(self.books.host)
         above, below = self.books.tiers[:host], self.books.tiers[host:]
-        # A copy that is only on the device leaves it through host memory.
+        # A copy that is only on the device must leave through host memory.
         only_above = [
             entry.nbytes
             for entry in entries.values()
@@ -172,7 +172,7 @@ class World:
         if entries[key].shared:
             if entries[key].nbytes > self.books.shared_budget:
                 return False
-            only_above.append(0)  # it takes no room of the others, but on the device
+            only_above.append(0)  # only on the device does it take other groups' space
         else:
             only_above.append(entries[key].nbytes)
         return self.books.held_for_good_leave(max(only_above), held)
@@ -200,7 +200,7 @@ class World:
         self.step(events.SharedBudgetChanged(nbytes))
 
     def carve_out(self, tier: Tier, nbytes: int) -> bool:
-        """Take `nbytes` of a tier that belong to no copy, if there is space."""
+        """Take `nbytes` of a tier for use outside any copy, if there is space."""
         self.sound = False
         self.now += 1.0
         before = self.planner.carved_out[tier]
@@ -227,7 +227,7 @@ class World:
         try:
             self.step(events.Claimed(key, nbytes, use_order=self._order(key)))
         except BudgetError:
-            assert never, f"{key} would fit"
+            assert never, f"{key} would have fitted"
             del self.books.entries[key]
             self.claims.remove(key)
             self._follow()
@@ -281,7 +281,7 @@ class World:
         try:
             self.step(events.Demanded(key))
         except BudgetError:
-            assert never, f"{key} would fit"
+            assert never, f"{key} would have fitted"
             self.waiters.remove(waiter)
             entry.demands -= 1
             entry.offloaded, entry.away = was
@@ -303,7 +303,7 @@ class World:
             self._answer(waiter.key, error)
             return True
         if waiter.access is not Access.READ and self._is_kept(waiter.key):
-            self.give_up(waiter)  # the store refuses: it would wait for ever
+            self.give_up(waiter)  # the store raises an error: it would wait forever
             return True
         return self._lease(waiter)
 
@@ -312,7 +312,7 @@ class World:
 
     def _answer(self, key: GroupId, error: BaseException) -> None:
         known = isinstance(error, KeyError) or any(error is e for e in self._injected)
-        assert known, f"{key} failed with an error from nowhere: {error!r}"
+        assert known, f"{key} failed with an unknown error: {error!r}"
         self.errors.append((key, error))
 
     def _lease(self, waiter: Waiter) -> bool:
@@ -361,7 +361,7 @@ class World:
         try:
             self.step(events.HostDemanded(key, purpose))
         except BudgetError:
-            assert never, f"{key} would fit"
+            assert never, f"{key} would have fitted"
             self.fetchers.remove(fetcher)
             entry.fetches -= 1
             entry.offloaded, entry.away = was
@@ -381,7 +381,7 @@ class World:
             self._answer(key, error)
             return True
         if self._is_kept(key):
-            self.withdraw_fetch(fetcher)  # the store refuses: it would wait for ever
+            self.withdraw_fetch(fetcher)  # the store raises an error: it would wait forever
             return True
         expected = self.books.may_hold(key, fetcher.purpose)
         self.sound = False
@@ -478,7 +478,7 @@ class World:
         return acted
 
     def tear(self) -> None:
-        """Interrupt a step: a new planner takes inventory, and waiters ask again."""
+        """Interrupt a step: a new planner takes inventory, and waiters repeat their requests."""
         self.planner = self._new_planner()
         self.log.clear()
         self.told.clear()
@@ -496,7 +496,7 @@ class World:
                 carved_out = events.MemoryBorrowed(tier, nbytes)
                 self.log.append((self.now, carved_out))
                 self.told.append(self.planner.handle(carved_out, self.now))
-                assert self.planner.carved_out[tier] == nbytes, "it was there before"
+                assert self.planner.carved_out[tier] == nbytes, "the same bytes were free before"
         self.step(events.Recovered(tuple(self.found(entry.group) for entry in entries)))
         self._ask_again(waits)
 
@@ -519,12 +519,12 @@ class World:
             entry.demands, entry.fetches = waits[entry.group]
 
     def _asks_again(self, key: GroupId, demand: events.Event, goal: Tier) -> bool:
-        """Return False if it is refused, as when the allowance of shared groups has shrunk."""
+        """Return False if the request fails, as when the allowance of shared groups has shrunk."""
         try:
             self.step(demand)
         except BudgetError:
-            assert self.books.entries[key].shared, f"{key} waited"
-            assert self.books.never_comes_up(key, goal), f"{key} would fit"
+            assert self.books.entries[key].shared, f"{key} waited, so it must be accepted"
+            assert self.books.never_comes_up(key, goal), f"{key} would have fitted"
             self.sound = True
             return False
         return True
@@ -557,10 +557,10 @@ class World:
                 self._assert_no_waiter_is_blocked()
                 self.let_go(self.holders[0])
         else:
-            raise AssertionError(f"no rest after {ROUNDS} rounds: {self.books.moving}")
+            raise AssertionError(f"copies still move after {ROUNDS} rounds: {self.books.moving}")
         assert self.planner.idle()
         gone = [key for key, entry in self.books.entries.items() if entry.discarded]
-        assert not gone, f"{gone} were discarded and are still there"
+        assert not gone, f"{gone} are discarded but still have copies"
 
     def _assert_no_waiter_is_blocked(self) -> None:
         """Permanent leases are never returned: requests that need their space get an error."""
@@ -580,8 +580,8 @@ REMOTE = Tier(3, "REMOTE", persistent=True)
 class History:
     """Draws steps from a seed.
 
-    If they are `remote`, there is a persistent tier below the disk; if `routed`, data choose when
-    some of the groups are used.
+    With `remote`, there is a persistent tier below the disk; with `routed`, data decide when some
+    of the groups are used.
     """
 
     def __init__(
@@ -614,7 +614,7 @@ class History:
         return self.random.randint(1, 14 if self.random.random() < 0.1 else 8)
 
     def play(self, steps: int) -> None:
-        """Make `steps` steps; after each, some of those who wait look again."""
+        """Make `steps` steps; after each, some of the waiters poll."""
         acts = {
             self.demand: 22,
             self.claim: 10,
@@ -638,7 +638,7 @@ class History:
             self.look()
 
     def look(self) -> None:
-        """Each waiter wakes up sooner or later."""
+        """Make each waiter poll with some probability."""
         world, chance = self.world, self.random.random
         for waits, chances, look in (
             (world.waiters, 0.6, world.wake),
@@ -738,16 +738,16 @@ class History:
 
 
 def land_all(world: World) -> None:
-    """Deliver all that is on its way, and what sets out meanwhile."""
+    """Deliver all copies on their way, and those that start in the meantime."""
     for _ in range(ROUNDS):
         if not world.books.moving:
             return
         world.deliver(world.books.moving[0])
-    raise AssertionError(f"it never comes to rest: {world.books.moving}")
+    raise AssertionError(f"copies never stop moving: {world.books.moving}")
 
 
 def use(world: World, key: GroupId) -> None:
-    """Lease a group once it is there, and release it."""
+    """Lease a group once it is resident, and release it."""
     waiter = world.demand(key)
     assert waiter is not None
     land_all(world)
@@ -765,10 +765,10 @@ def play(
     routed: bool = False,
     logs: Path | None = None,
 ) -> World:
-    """One random history, up to and including its end.
+    """Play one random history to its end.
 
-    The error of a failure names the seed, and a file with its events: in the folder `logs` or, by
-    default, in a temporary one.
+    The error of a failure names the seed and a file with its events, in the folder `logs` or by
+    default in a temporary one.
     """
     history = History(seed, policy, planner, remote=remote, routed=routed)
     try:

@@ -247,7 +247,7 @@ class ReservesSpaceTwice(FaultyPlanner):
         asked = events.Claimed | events.HostDemanded if self.top is self.host else events.Demanded
         if isinstance(event, asked | events.Demanded):
             nbytes = self.facts.sizes[event.group]
-            if budget is not None and nbytes > budget:  # that it knows, as the others do
+            if budget is not None and nbytes > budget:  # mutants know this limit, too
                 raise BudgetError(event.group.key, self.top.name, nbytes, budget, "")
         yield event
         if budget is not None:

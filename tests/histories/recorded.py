@@ -3,7 +3,7 @@
     python -m tests.histories.recorded
 
 rewrites `recorded.json`. Run it after an intended change of the planner's decisions, never after a
-refactoring: the file is there to check those.
+refactoring: the file exists to check refactorings.
 
 A line is a digest of every instruction in order, in words that do not depend on the types of groups
 and tiers in the code.
@@ -28,7 +28,7 @@ STEPS = 60
 
 
 def words_of(instruction: Instruction) -> str:
-    """An instruction in words: what is done, to which generation of which key, and where."""
+    """Return an instruction as text: the action, the key and its generation, and the place."""
     group = f"{instruction.group.key} {instruction.group.generation}"
     if isinstance(instruction, Forget):
         return f"forget {group}"

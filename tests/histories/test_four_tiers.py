@@ -39,7 +39,7 @@ def test_tier_below_the_disk_keeps_every_promise(policy: str) -> None:
     assert ways[Tier.DISK, REMOTE] > PLAYED // 20
 
 
-@pytest.mark.xfail(reason="a full tier in the middle may block what has to pass through")
+@pytest.mark.xfail(reason="a full tier in the middle may block groups that must pass through")
 @pytest.mark.parametrize(
     ("policy", "seed"),
     [(p, seed) for p in ("next-use", "lru") for seed in FULL if (p, seed) != ("next-use", 39)],
@@ -50,7 +50,7 @@ def test_full_disk_between_two_tiers_blocks_no_request(
     play(seed, policy, remote=True, logs=tmp_path)
 
 
-@pytest.mark.xfail(reason="the only persistent copy may make room if memory has another")
+@pytest.mark.xfail(reason="the only persistent copy may be evicted if memory has another")
 @pytest.mark.parametrize(("policy", "seed"), LOST_SAVES)
 def test_saved_group_stays_saved(policy: str, seed: int, tmp_path: Path) -> None:
     play(seed, policy, 60, remote=True, logs=tmp_path)
@@ -70,7 +70,7 @@ def test_saved_group_stays_saved(policy: str, seed: int, tmp_path: Path) -> None
 def test_state_machine_notices_seeded_faults(
     mutant: type[mutants.FaultyPlanner], symptom: str, tmp_path: Path
 ) -> None:
-    """Also those of which there is nothing to see on three tiers: on the disk between."""
+    """Check faults too that show only on the disk between two tiers."""
     found = set()
     for seed in range(SEEDS):
         try:

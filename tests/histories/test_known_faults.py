@@ -1,6 +1,6 @@
-"""Faults that simulations found in this design, each as one short history.
+"""Faults of this design found by simulation, each as a short history.
 
-Every history is played twice: the planner passes, and a planner without the protection does not.
+Every history is played twice: the planner passes it, and a planner without the protection fails.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SMALL = {Tier.HOST: 10, Tier.DISK: None}
 def put(world: World, nbytes: int) -> GroupId:
     key = world.claim(nbytes)
     assert key is not None
-    assert world.fill(key), f"no room for {key}"
+    assert world.fill(key), f"no space for {key}"
     return key
 
 
@@ -33,7 +33,7 @@ def use(world: World, key: GroupId, access: Access = Access.READ) -> None:
     waiter = world.demand(key, access)
     assert waiter is not None
     land_all(world)
-    assert world.wake(waiter), f"{key} does not come"
+    assert world.wake(waiter), f"{key} does not arrive"
     assert waiter in world.leases, f"{key} failed: {world.errors}"
     world.release(waiter)
     land_all(world)
@@ -64,7 +64,7 @@ def an_offload_is_taken_back_while_the_save_is_in_flight(planner: Kind) -> None:
     land_all(world)
     assert world.planner.residence(key) == (Tier.HOST, Tier.DISK)
     dropped = [i for i in world.books.followed if isinstance(i, Drop)]
-    assert not dropped, "it left all the same, and was fetched again"
+    assert not dropped, "it was dropped nevertheless and fetched again"
     world.finish()
 
 
@@ -74,11 +74,11 @@ def source_survives_eviction_for_its_copy(planner: Kind) -> None:
     world.prefetch([hoped])
     waiter = world.demand(wanted)
     assert waiter is not None
-    # Both have room set aside on the device; the host lets one through at a time.
+    # Both have space reserved on the device; the host lets one through at a time.
     assert [(m.group, m.dst) for m in world.books.moving] == [(hoped, Tier.HOST)]
     land_all(world)
     hops = [i.group for i in world.books.followed if isinstance(i, Copy) and i.dst is Tier.HOST]
-    assert hops == [hoped, wanted], "what was on its way up was given up, and fetched again"
+    assert hops == [hoped, wanted], "a group on its way up was dropped and fetched again"
     assert world.wake(waiter)
     world.finish()
 
@@ -86,7 +86,7 @@ def source_survives_eviction_for_its_copy(planner: Kind) -> None:
 def a_demand_evicts_anything_rather_than_its_own_source(planner: Kind) -> None:
     world = World({Tier.DEVICE: 10, Tier.HOST: 20, Tier.DISK: None}, "lru", planner)
     changed = put(world, 10)
-    use(world, changed, Access.UPDATE)  # only the device has it: to leave, it needs host memory
+    use(world, changed, Access.UPDATE)  # only the device has it: it must leave through host memory
     source, other = put(world, 10), put(world, 10)
     for key in (source, other):
         world.save(key)
@@ -128,7 +128,7 @@ def demanded_copy_stays_until_its_waiter_wakes(planner: Kind) -> None:
 
 
 class RefusesTheUnexpected:
-    """Never gives up what is needed soon, not even when the room must be had."""
+    """Never evicts groups that are needed soon, even for a demand."""
 
     def __init__(self, schedule: LearnedOrder) -> None:
         self._schedule = schedule
@@ -148,7 +148,7 @@ def use_out_of_order(policy: str | Callable[[LearnedOrder], Policy]) -> None:
         use(world, key)
     missing = [key for key in keys if Tier.HOST not in world.planner.residence(key)]
     assert missing
-    use(world, missing[-1])  # everything that is there is needed within four uses
+    use(world, missing[-1])  # all resident groups are needed within four uses
     world.finish()
 
 
@@ -180,7 +180,7 @@ def claim_gets_the_space_of_a_withdrawn_demand(planner: Kind) -> None:
 def prefetch_never_takes_claimed_space(planner: Kind) -> None:
     world = World({Tier.HOST: 12, Tier.DISK: 5}, planner=planner)
     hoped = world.register(2)
-    put(world, 9)  # the disk has no room for it
+    put(world, 9)  # the disk has no space for it
     world.prefetch([hoped])
     claim = world.claim(12)
     assert claim is not None

@@ -44,7 +44,7 @@ def test_random_histories_keep_every_promise(policy: str) -> None:
         assert seen[event] > HISTORIES // 20, f"{event} hardly ever happened: {seen}"
 
 
-@pytest.mark.full("one in three shows as much", keep=["next-use-0"])
+@pytest.mark.full("a third of the seeds shows as much", keep=["next-use-0"])
 @pytest.mark.parametrize("first", range(0, 300, 100))
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
 def test_random_routed_histories_keep_every_promise(policy: str, first: int) -> None:
@@ -59,7 +59,7 @@ def test_random_routed_histories_keep_every_promise(policy: str, first: int) -> 
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    """The same world, driven by Hypothesis so that a failure shrinks to its essence."""
+    """The same world driven by Hypothesis, which shrinks failures."""
 
     planner: type[Planner] = Planner
     index = st.integers(0, 20)

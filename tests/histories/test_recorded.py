@@ -1,6 +1,6 @@
-"""The planner decides as it did, instruction by instruction, while its code changes its shape.
+"""The planner's decisions stay the same, instruction by instruction, when its code is refactored.
 
-Every promise holds in these histories, too: the machine looks at them after every step.
+Every promise is also checked in these histories, after every step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CASES = [
 @pytest.mark.parametrize(("policy", "first"), CASES)
 def test_recorded_histories_give_the_same_instructions(policy: str, first: int) -> None:
     assert recorded.digest(policy, first) == RECORDED[f"{policy} {first}"], (
-        "the planner decides differently: if that is meant, python -m tests.histories.recorded"
+        "the planner decides differently; if intended, run python -m tests.histories.recorded"
     )
 
 
@@ -44,7 +44,7 @@ def test_every_history_is_recorded() -> None:
 
 
 def test_instruction_fields_are_in_its_text() -> None:
-    """So another instruction, order or history gives another digest."""
+    """Check that any other instruction, order or history gives another digest."""
     a, b = GroupId("a", 1), GroupId("a", 2)
     words = [
         recorded.words_of(each)

@@ -1,4 +1,4 @@
-"""The machine notices each of the seeded faults, from outside, with the planner's check off."""
+"""The machine notices each seeded fault from outside, with the planner's own check off."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.histories.machine import play
 from tests.histories.test_planner_histories import HISTORIES
 
 SEEDS = HISTORIES
-"""As many as the default lane plays, of the same kind: so it notices each of these faults."""
-# These have a test of their own in test_known_faults.py: the first is rare, the second only slow.
+"""The default lane plays these same seeds, so it notices each of these faults."""
+# test_known_faults.py has separate tests of these: the first is rare, and the second is only slow.
 ELSEWHERE = {mutants.PrefetchesTakeNeededSpace, mutants.EvictsItsSource}
 
 SYMPTOMS = {
@@ -68,6 +68,6 @@ def test_state_machine_notices_each_mutant(
 
 
 def test_correct_planner_passes_the_same_histories() -> None:
-    """The control: what the machine objects to is the fault, not the history."""
+    """Check the control: the machine rejects the fault, not the history."""
     for seed in range(SEEDS):
         play(seed, ("next-use", "lru")[seed % 2], planner=mutants.FaultyPlanner)

@@ -1,4 +1,4 @@
-"""Random histories with groups that another process shares: host memory has two budgets then."""
+"""Random histories with groups shared by another process: host memory then has two budgets."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Sharing(History):
         assert allowed == max(nbytes, planner.shared_used), f"it says that {allowed} are allowed"
 
     def assert_idle_copies_left(self) -> None:
-        """As soon as it is idle, even if it was in use when less was allowed."""
+        """Check that excess copies leave when idle, even if in use when the allowance shrank."""
         books, inside = self.world.books, Driver(self.world.planner)
         if self.world.planner.shared_used <= books.shared_budget:
             return
@@ -111,7 +111,7 @@ def test_shared_history_replayed_gives_the_same_instructions(policy: str, tmp_pa
 
 
 class HasMore(Planner):
-    """Believes in more than it is allowed."""
+    """Assumes a larger allowance than it has."""
 
     def handle(self, event: Event, now: float = 0.0) -> list[Instruction]:
         if isinstance(event, SharedBudgetChanged):
@@ -120,7 +120,7 @@ class HasMore(Planner):
 
 
 class NeverHasLess(Planner):
-    """Believes in the most that it was ever allowed."""
+    """Assumes the largest allowance that it ever had."""
 
     most = 0
 
@@ -132,7 +132,7 @@ class NeverHasLess(Planner):
 
 
 class ReturnsNothing(Planner):
-    """Stays within a smaller allowance, but keeps the copies that it has."""
+    """Respects a smaller allowance for new copies, but keeps those that it has."""
 
     def handle(self, event: Event, now: float = 0.0) -> list[Instruction]:
         if isinstance(event, SharedBudgetChanged) and event.nbytes < self.shared_used:
@@ -159,7 +159,7 @@ def test_state_machine_notices_an_exceeded_allowance(planner: type[Planner], sym
     assert any(symptom in text for text in found), found
 
 
-# Each budget by itself ---------------------------------------------------------------------------
+# Each budget separately --------------------------------------------------------------------------
 
 
 def world_of(own: int, allowed: int, *, device: int = 0) -> World:

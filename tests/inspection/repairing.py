@@ -1,9 +1,9 @@
-"""Dies at the n-th system call of a repair, for every n, and looks at what is left.
+"""Kills a repair at its n-th system call, for every n, and inspects the result.
 
 `python -m tests.inspection.repairing DIRECTORY WAY` prints one JSON list for each n: the name of
 the call at which the process died, and the location of the damaged object then (`in place`, `in
-quarantine`, or a fault). The last line is of a whole repair. It forks, so it is a process of its
-own, which imports no torch and starts no threads.
+quarantine`, or a fault). The last line is of a complete repair. The script forks, so it is a
+separate process, which imports no torch and starts no threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DAMAGED, PLACE = b"damaged but precious" * 500, f"objects/{object_name(KEY)}"
 
 
 def repair(directory: str) -> None:
-    """The calls of `verify --repair` that change files."""
+    """Make the calls of `verify --repair` that change files."""
     with locked_store(directory) as root:
         quarantine.move_to_quarantine(directory, root, survey(directory).unusable)
 
@@ -38,7 +38,7 @@ def moved(call: Call) -> Any:
 
 
 def by_copying(call: Call) -> None:
-    """Copy before removing, a faulty repair: for a while there are two files, or a part of one."""
+    """Copy before removing, a faulty repair: for a while there are two files, or a partial one."""
     leaf, name = call.args
     descriptor = os.open(name, os.O_CREAT | os.O_WRONLY, 0o600, dir_fd=call.options["dst_dir_fd"])
     os.pwrite(descriptor, DAMAGED, 0)
@@ -61,7 +61,7 @@ WAYS: dict[str, Callable[[Call], Any]] = {
 
 
 def prepare(directory: Path) -> None:
-    """A store with one group that is whole and one that is damaged."""
+    """Create a store with an intact group and a damaged one."""
     store = ObjectDirectory(directory)
     store.write(KEY, packing(), data_of(NEW), single=False)
     store.write("whole", packing(), data_of(NEW), single=False)
@@ -100,7 +100,7 @@ def main(directory: Path, way: str) -> None:
         if status not in (DEAD, DONE):
             raise SystemExit(f"the repair ended with {status} at call {number}")
         found = look(directory)
-        repair(str(directory))  # whatever happened: the next one ends what was begun
+        repair(str(directory))  # in any case the next repair completes this one
         print(json.dumps([name, found, look(directory)]), flush=True)
         if status == DONE:
             return

@@ -15,7 +15,7 @@ from tests.helpers.processes import output_of
 
 @pytest.fixture
 def in_memory(tmp_path: Path) -> Iterator[Path]:
-    """A directory on a file system in memory, if there is one: syncs cost nothing there."""
+    """Return a directory in memory, if there is such a file system: syncs cost nothing there."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path
         return
@@ -24,7 +24,7 @@ def in_memory(tmp_path: Path) -> Iterator[Path]:
 
 
 def dying(way: str, place: Path) -> list[tuple[str, str, str]]:
-    """The place where the repair died, and the findings then and after the next repair."""
+    """Return the calls at which repairs died, and the findings then and after the next repair."""
     output = output_of("-m", "tests.inspection.repairing", place / "store", way, timeout=300)
     return [(call, found, after) for call, found, after in map(json.loads, output.splitlines())]
 
@@ -34,7 +34,7 @@ def test_repair_killed_at_any_system_call_loses_nothing(in_memory: Path) -> None
     assert {"mkdir", "open", "fsync", "rename"} <= {call for call, _, _ in found}
     states = [state for _, state, _ in found]
     assert set(states) == {"in place", "in quarantine"}
-    assert states == sorted(states, key=["in place", "in quarantine"].index), "one step"
+    assert states == sorted(states, key=["in place", "in quarantine"].index), "it moves once"
     assert {after for _, _, after in found} == {"in quarantine"}
 
 

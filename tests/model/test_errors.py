@@ -1,4 +1,4 @@
-"""Errors: a sentence that names key and numbers, and ends with what to do."""
+"""Errors: a sentence that names the key and the numbers, and ends with a remedy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierstore.errors import (
 from tierstore.model.header import Header, header_length, parse_header
 from tierstore.model.objects import decode_object
 
-# The last clause of a message tells the reader what to do.
+# The last clause of a message is the remedy.
 ADVICE = re.compile(
     r"(;|:|,)[^;:]*\b(discard|raise|put|register|use|download|save|list|pass|write|remove|move|check|retry|start)\b[^;:]*$"
 )
@@ -105,7 +105,7 @@ def test_every_error_has_one_base_class() -> None:
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_errors_survive_pickling(name: str) -> None:
-    """Errors cross process borders, in data loaders and test runners, and between ranks."""
+    """Check this because errors cross processes: data loaders, test runners and ranks."""
     error, _ = MESSAGES[name]
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))

@@ -1,4 +1,4 @@
-"""Sizes are formatted in the units in which they were written, and as people write them."""
+"""Sizes are formatted in the units in which they were given, and as people write them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ WRITTEN = [
 
 @pytest.mark.parametrize("text", [*WRITTEN, *(text.replace("B", "iB") for text in WRITTEN)])
 def test_budget_units_are_recovered(text: str) -> None:
-    """A store has it in whole pages."""
+    """Round to whole pages, as a store does."""
     budget = parse_size(text) // PAGE * PAGE
     assert units_of(budget) is (Units.BINARY if text.endswith("iB") else Units.DECIMAL)
 

@@ -39,7 +39,7 @@ def assert_disjoint(ranges: Iterable[Range]) -> None:
 
 
 def apply(moves: Iterable[Move], memory: bytearray) -> None:
-    """Apply moves as a driver does, one after the other."""
+    """Apply moves as a driver does, one after another."""
     for move in moves:
         memory[move.dst : move.dst + move.nbytes] = memory[move.src : move.src + move.nbytes]
 
@@ -239,7 +239,7 @@ def test_moves_spread_the_file_to_the_aligned_offsets(blocks: list[Block], pages
 
 
 def test_moves_out_of_order_corrupt_bytes() -> None:
-    """The control: applied first block first, a move overwrites what the next one needs."""
+    """Check the control: first block first, a move overwrites bytes that the next one needs."""
     packing = pack([block(f"b{i}", "U8", 257) for i in range(3)])
     file = random_bytes(packing.dense_nbytes)
     memory = bytearray(packing.nbytes)
@@ -265,7 +265,7 @@ def test_tied_views_of_a_block_keep_their_offsets() -> None:
     assert specs["column"].nbytes == (9 * 10 + 1) * 4
 
 
-# Small things ------------------------------------------------------------------------------------
+# Small cases -------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.integers(0, 6), max_size=4), st.sampled_from(DTYPES))
@@ -283,11 +283,11 @@ def test_replacement_group_is_unequal_with_the_same_key(key: str, generation: in
     assert old == GroupId(key, generation) and hash(old) == hash(GroupId(key, generation))
 
 
-# Writing a group from the layout that it has ------------------------------------------------------
+# Writing a group from an existing layout ----------------------------------------------------------
 
 
 def test_tied_tensors_of_several_dtypes_are_each_viewable() -> None:
-    """Their block begins earlier if the larger dtype cannot begin at the first offset."""
+    """Begin their block earlier if the larger dtype cannot begin at the first offset."""
     spec = group_of(
         "k",
         [

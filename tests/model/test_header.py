@@ -1,4 +1,4 @@
-"""Headers: what we write, everybody reads; what we accept, safetensors accepts; no bit flips."""
+"""Headers: others read ours; safetensors accepts all that we accept; bit flips are noticed."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def block_of(name: str, dtype: str, shape: tuple[int, ...]) -> Block:
 
 
 def object_file(key: str, blocks: list[Block]) -> tuple[bytes, Packing, bytes]:
-    """A whole object file, its packing, and its data alone."""
+    """Return a whole object file, its packing, and its data alone."""
     packing = pack(blocks)
     data = random.Random(len(key)).randbytes(packing.dense_nbytes)
     pieces = [data[at : at + b.nbytes] for at, b in zip(packing.dense, packing.blocks, strict=True)]
@@ -134,7 +134,7 @@ def test_broken_rule_is_named() -> None:
     assert "unknown escape" in refused(b'{"\\x00":{}}', 0)
     assert "extra data" in refused(b"{}}", 0)
     assert "exactly dtype" in refused(b"{" + b'"a":{' * 100_000, 0)
-    assert len(refused({"a" * 10_000: []}, 0)) < 1000, "a name floods the message"
+    assert len(refused({"a" * 10_000: []}, 0)) < 1000, "the message is too long"
     assert "strings to strings" in refused({"__metadata__": {"a": 1}}, 0)
     assert "not valid UTF-8" in refused(b'{"__metadata__":{"a":"\\ud800"}}', 0)
     assert "match its shape" in refused({"a": entry(0, 0, shape=[2**62, 2**62, 0])}, 0)
@@ -151,7 +151,7 @@ def test_possible_length_is_accepted(length: int) -> None:
     assert header_length(length.to_bytes(8, "little"), 100, "m.st") == length
 
 
-# Mutants: whatever passes here loads in safetensors -----------------------------------------------
+# Mutants: safetensors loads whatever is accepted here ---------------------------------------------
 
 
 def accepts(raw: bytes) -> bool:
@@ -205,7 +205,7 @@ def written(document: dict[str, Any], *, ascii_only: bool = True) -> bytes:
 
 
 def structured(rnd: random.Random) -> bytes:
-    """The values of the document changed, and it written as proper JSON again."""
+    """Return the document with changed values, as valid JSON."""
     document = plain_document()
     for _ in range(rnd.choice([0, 1, 1, 1, 2, 3])):
         edit(document, rnd)
@@ -232,7 +232,7 @@ TOKENS = [
 
 
 def scrambled(rnd: random.Random) -> bytes:
-    """Some bytes replaced, cut out or put in."""
+    """Return the text with some bytes replaced, removed or inserted."""
     body = bytearray(PLAIN)
     for _ in range(rnd.randint(1, 2)):
         at = rnd.randrange(len(body))
@@ -256,10 +256,10 @@ def test_accepted_headers_load_in_safetensors(
             continue
         passed += 1
         assert accepts(raw), body
-    assert MUTANTS // 100 < passed < MUTANTS // 2 * 0.9, "the mutants are all good, or all bad"
+    assert MUTANTS // 100 < passed < MUTANTS // 2 * 0.9, "all accepted or all rejected"
 
 
-# Rot: no single flipped bit goes unnoticed --------------------------------------------------------
+# Bit rot: every flipped bit is noticed ------------------------------------------------------------
 
 
 def real_file() -> bytes:
@@ -268,7 +268,7 @@ def real_file() -> bytes:
 
 
 def notices(raw: bytes, *, by_checksum: bool) -> bool:
-    """Return whether a reader refuses the file, with or without the header's checksum."""
+    """Return whether a reader rejects the file, with or without the header's checksum."""
     try:
         header, body = parse_file(raw)
         decode_object(header, "m.st")
@@ -306,7 +306,7 @@ def test_malformed_checksum_is_ignored() -> None:
 
 
 def edited_object(change: Callable[[dict[str, Any]], None]) -> Header:
-    """A real object's header after a change that keeps it a valid safetensors header."""
+    """Return a real object's header after a change that keeps it a valid safetensors header."""
     raw = real_file()
     _, body = parse_file(raw)
     document = json.loads(body)
@@ -334,7 +334,7 @@ def without(key: str) -> Callable[[dict[str, Any]], None]:
 
 
 def renamed(document: dict[str, Any], name: str) -> None:
-    """Call the tensor `weight` something else, as it would be written in JSON."""
+    """Rename the tensor `weight`, with the name as JSON text."""
     written = name if '"' in name else json.dumps(name)[1:-1]
     views = document["__metadata__"]["tierstore.views"].replace('{"weight":', f'{{"{written}":')
     document["__metadata__"]["tierstore.views"] = views
@@ -384,12 +384,12 @@ def test_object_with_damaged_metadata_raises(damage: str) -> None:
 
 
 def test_object_formatted_differently_is_read() -> None:
-    """The control: spaces and order of the JSON are not damage."""
+    """Check the control: other spaces and order in the JSON are not damage."""
     assert decode_object(edited_object(lambda document: None), "m.st").key == "blocks.7"
 
 
 def test_tensor_misaligned_for_its_dtype_raises() -> None:
-    """torch cannot view it: accepting such an object would fail much later."""
+    """Reject it at once, because torch cannot view such a tensor later."""
     views = (TensorSpec("a", "U8", (9,), (1,), 0), TensorSpec("b", "F32", (2,), (1,), 1))
     raw, _, _ = object_file("k", [Block("a", "U8", (9,), 9, views)])
     with pytest.raises(CorruptDataError, match="is misaligned for its dtype"):

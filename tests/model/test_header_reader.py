@@ -1,4 +1,4 @@
-"""Headers that are alike are parsed once, and nothing is read from them that parsing would not."""
+"""The reader parses similar headers once, and reads exactly what parsing would."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def packed(layout: str, key: str) -> Packing:
 
 
 def header(layout: str, key: str, *, single: bool = True) -> bytes:
-    """The header of such a group, without its length. Checksums differ from key to key."""
+    """Return the header of such a group, without its length. Checksums differ by key."""
     packing = packed(layout, key)
     digests = [digest(f"{key}/{block.name}".encode()) for block in packing.blocks]
     return header_of(key, packing, digests, single=single)[LENGTH_BYTES:]
@@ -67,7 +67,7 @@ def outcome(read: Callable[[bytes, int, str], StoredObject], raw: bytes, size: i
 
 
 def assert_read_as_parsed(reader: HeaderReader, raw: bytes, size: int) -> bool:
-    """Returns whether it could be read."""
+    """Compare the reader with the parser. Returns whether the header could be read."""
     expected = outcome(read_header, raw, size)
     found = outcome(reader.read, raw, size)
     assert found == expected, raw.rstrip()
@@ -79,7 +79,7 @@ def assert_read_as_parsed(reader: HeaderReader, raw: bytes, size: int) -> bool:
 
 @pytest.fixture
 def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """The headers that were parsed."""
+    """Return the headers that were parsed."""
     found = []
 
     def parse(raw: bytes, size: int, path: str) -> StoredObject:
@@ -99,7 +99,7 @@ def test_headers_of_one_layout_are_parsed_twice(layout: str, parsed: list[bytes]
         raw = header(layout, key)
         stored = reader.read(raw, size_of(raw, layout, key), "m.st")
         assert (stored.key, stored.packing) == (key, packed(layout, key))
-    assert len(parsed) == 2, "the second one shows that there are more of them"
+    assert len(parsed) == 2, "only the second header shows that the layout repeats"
 
 
 def test_headers_of_many_layouts_are_all_parsed(parsed: list[bytes]) -> None:
@@ -112,7 +112,7 @@ def test_headers_of_many_layouts_are_all_parsed(parsed: list[bytes]) -> None:
 
 
 def test_known_layouts_are_few(parsed: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The oldest is forgotten, and learned again."""
+    """Forget the oldest layout, and learn it again."""
     monkeypatch.setattr(header_reader, "_MOST_LAYOUTS", 2)
     reader = HeaderReader()
     layouts = ("named by its key", "named alike", "tied")
@@ -136,7 +136,7 @@ def test_reader_any_key_reads_as_parsed(layout: str, single: bool) -> None:
 
 
 def test_reader_key_that_is_a_dtype_names_no_dtype() -> None:
-    """Headers with equal texts differ in more where a key occurs elsewhere than in names."""
+    """Use headers with equal texts that differ where a key occurs outside names."""
     reader = HeaderReader()
     for key in ["F32", "F32", "F32", "I32", "U32"]:
         packing = pack([block_of([TensorSpec(key, key, (25,), (1,), 0)], 100)])
@@ -147,7 +147,7 @@ def test_reader_key_that_is_a_dtype_names_no_dtype() -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_reader_unescaped_key_reads_as_parsed(layout: str) -> None:
-    """By a writer who knows of no escapes and of no names that are taken."""
+    """Write headers without escaping keys and without regard to reserved names."""
     reader, refused = HeaderReader(), 0
     for key in USUAL_KEYS[:4]:
         raw = header(layout, key)
@@ -161,7 +161,7 @@ def test_reader_unescaped_key_reads_as_parsed(layout: str) -> None:
 
 
 def test_reader_spaces_before_a_checksum_are_read_as_parsed() -> None:
-    """Other writers may put them there. That does not look like a checksum, and is one."""
+    """Put spaces there, as other writers may: the checksum is still valid."""
     reader = HeaderReader()
     for key in ["k0", "k0", "k0", "k1"]:
         raw = summed(header("named alike", key).replace(b'bias":"', b'bias": "'))
@@ -179,7 +179,7 @@ def summed(raw: bytes) -> bytes:
 
 
 def changed(raw: bytes, key: str, rng: random.Random) -> bytes:
-    """A header with something else in it, as a hostile or broken writer might leave it."""
+    """Return a header with one change, as a hostile or broken writer might make it."""
     end = raw.rfind(b"}") + 1
     at = rng.randrange(end)
     other = rng.choice([*USUAL_KEYS, *ODD_KEYS]).encode()
@@ -187,7 +187,7 @@ def changed(raw: bytes, key: str, rng: random.Random) -> bytes:
     if way == 0:
         new = raw[:at] + bytes([rng.randrange(256)]) + raw[at + 1 :]
     elif way == 1:
-        new = raw.replace(key.encode(), other)  # everywhere, with no escapes
+        new = raw.replace(key.encode(), other)  # everywhere, without escapes
     elif way == 2:
         new = raw.replace(key.encode(), other, rng.randrange(1, 6))
     elif way == 3:
@@ -201,7 +201,7 @@ def changed(raw: bytes, key: str, rng: random.Random) -> bytes:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_reader_changed_header_reads_as_parsed(layout: str) -> None:
-    """With and without the right checksum of the header."""
+    """Check with and without a valid checksum of the header."""
     rng = random.Random(layout)
     reader = HeaderReader()
     for key in USUAL_KEYS[:3]:
@@ -213,7 +213,7 @@ def test_reader_changed_header_reads_as_parsed(layout: str) -> None:
         raw = changed(header(layout, key), key, rng)
         size = size_of(raw, layout, key) + (rng.random() < 0.1)
         read += assert_read_as_parsed(reader, raw, size)
-    assert read > 20, "nearly nothing was left to be read"
+    assert read > 20, "too few headers could be read"
 
 
 def test_reader_header_without_its_checksum_raises(parsed: list[bytes]) -> None:
@@ -225,7 +225,7 @@ def test_reader_header_without_its_checksum_raises(parsed: list[bytes]) -> None:
     assert not assert_read_as_parsed(reader, raw, size_of(raw, "named alike", "k9"))
     raw, before = summed(raw), len(parsed)
     assert assert_read_as_parsed(reader, raw, size_of(raw, "named alike", "k9"))
-    assert len(parsed) == before, "the control is of a layout that was not known"
+    assert len(parsed) == before, "the control's layout was not known"
 
 
 def test_reader_that_compares_no_checksums_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_reader_that_compares_no_checksums_is_caught(monkeypatch: pytest.MonkeyP
 def test_reader_that_remembers_any_layout_is_caught(
     parsed: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that compares a header with itself, instead of with that of another key."""
+    """Compare a header with itself instead of with that of another key."""
     monkeypatch.setattr(
         header_reader, "header_of", lambda *_, **options: bytes(LENGTH_BYTES) + parsed[-1]
     )

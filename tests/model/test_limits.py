@@ -1,4 +1,4 @@
-"""A header holds as much as it announces, and not one byte more."""
+"""A header holds exactly as much as it announces."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def empty(shape: list[int]) -> dict[str, Any]:
 
 
 def test_tensors_at_the_limit_are_accepted() -> None:
-    """With all of them it takes seconds."""
+    """Lower the limit: with the real one it takes seconds."""
     tensors = {name: empty([0]) for name in "abcd"}
     three = {name: tensors[name] for name in "abc"}
     assert len(parsed(three, most=3).entries) == 3
@@ -77,7 +77,7 @@ def test_file_too_short_for_a_length_raises() -> None:
 
 
 def test_largest_product_of_sizes_is_accepted() -> None:
-    """No product may overflow, nor that of the sizes before a zero: safetensors counts so, too."""
+    """Reject any overflowing product, also of the sizes before a zero, as safetensors does."""
     assert parsed({"a": empty([2**59, 1, 0])}).entries[0].shape == (2**59, 1, 0)
     for shape in ([2**60, 0], [2**30, 2**30, 0]):
         with pytest.raises(InvalidHeaderError, match="match its shape"):

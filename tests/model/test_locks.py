@@ -1,4 +1,4 @@
-"""Critical sections: who may enter one, and what comes in the middle of it."""
+"""Critical sections: which threads may enter one, and what may interrupt it."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def test_other_threads_sections_defer_nothing(came: list[str]) -> None:
 
 
 def test_interrupt_anywhere_loses_no_handler(came: list[str]) -> None:
-    """A handler that stays replaced runs all the same, and the next section restores it."""
+    """Check that a replaced handler still runs, and that the next section restores it."""
     handler, turn = signal.getsignal(USUAL), 0
     while True:
         interrupter = Interrupter(turn)
@@ -234,7 +234,7 @@ def test_interrupt_anywhere_loses_no_handler(came: list[str]) -> None:
 def test_handler_without_deferral_runs_inside(
     came: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control."""
+    """Check the control."""
     monkeypatch.setattr(signal_handlers, "hold", lambda inside, nested: [])
     Books().do(send)
     assert came == ["inside"]

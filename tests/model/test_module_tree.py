@@ -1,4 +1,4 @@
-"""From the names of tensors to groups: the rules of cutting, and what names are taken to mean."""
+"""From the names of tensors to groups: the rules of the partition, and the meaning of names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BYTES = 4096
 
 
 def in_a_file(shapes: Mapping[str, int], dtype: str = "F32") -> list[FileTensor]:
-    """Tensors of so many elements, one behind the other in a file."""
+    """Return tensors of these numbers of elements, one after another in a file."""
     found = []
     here = 0
     for name, elements in shapes.items():
@@ -47,7 +47,7 @@ def blocks(count: int, elements: int = 1024) -> dict[str, int]:
     return {f"blocks.{n}.linear.weight": elements for n in range(count)}
 
 
-# --- what names mean ------------------------------------------------------------------------------
+# --- meaning of names -----------------------------------------------------------------------------
 
 
 def test_lists_are_in_numerical_order_between_inputs_and_outputs() -> None:
@@ -124,7 +124,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Its modules are named so that the customary order is the one of registration."""
+    """A model whose customary order of modules is that of their registration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_groups_are_a_share_of_the_smallest_budget() -> None:
     assert target_bytes("block_level", 2048 << 20, much) == 64 << 20
     assert target_bytes("block_level", 1 << 40, much) == 256 << 20
     assert target_bytes("leaf_level", 1 << 40, much) == 32 << 20
-    assert target_bytes("block_level", 1 << 30, 1 << 30) == 128 << 20, "all of it fits"
+    assert target_bytes("block_level", 1 << 30, 1 << 30) == 128 << 20, "all groups fit"
     assert target_bytes("block_level", 1, 1) == 1
 
 
@@ -194,7 +194,7 @@ def test_tiles_of_a_group_are_few_and_even(nbytes: int, tile: int) -> None:
     assert len(found) <= -(-nbytes // tile)
     assert max(sizes) <= tile
     assert all(size % 4096 == 0 for size in sizes[:-1])
-    assert len(set(sizes[:-1])) <= 1, "all but the last are of one size"
+    assert len(set(sizes[:-1])) <= 1, "all tiles but the last have one size"
 
 
 def test_tile_sizes_follow_from_the_budgets() -> None:

@@ -232,7 +232,7 @@ def test_texts_read_at_once_equal_those_read_singly(
     found = read.texts(100)
     assert found == texts or (found is None and b"\\" in raw)
     if found is None:
-        assert read.peek(b"{"), "nothing was read"
+        assert read.peek(b"{"), "no text was read"
     else:
         read.end()
 
@@ -255,7 +255,7 @@ def test_texts_read_at_once_equal_those_read_singly(
 def test_texts_with_escapes_are_not_read_at_once(raw: bytes) -> None:
     read = scanner(raw)
     assert read.texts(1000) is None
-    assert read.peek(b"{"), "nothing was read"
+    assert read.peek(b"{"), "no text was read"
 
 
 def test_texts_are_bounded_in_number() -> None:

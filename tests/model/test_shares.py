@@ -1,4 +1,4 @@
-"""One table has every share of a budget."""
+"""A single table has every share of a budget."""
 
 from __future__ import annotations
 

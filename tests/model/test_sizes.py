@@ -172,7 +172,7 @@ def test_memory_limit_v1_unlimited_is_ignored(tmp_path: Path) -> None:
 
 
 def test_memory_limit_path_outside_the_mount_is_found(tmp_path: Path) -> None:
-    """In a cgroup namespace /proc may name a path above the one that is mounted."""
+    """Name a path above the mounted one, as /proc may in a cgroup namespace."""
     write(tmp_path, "proc/self/cgroup", "0::/../../elsewhere\n")
     write(tmp_path, "sys/fs/cgroup/memory.max", "40960\n")
     assert usable_memory(tmp_path) == 40960
@@ -193,7 +193,7 @@ def test_available_memory_v1_excludes_other_users(tmp_path: Path) -> None:
 
 
 def test_available_memory_v2_excludes_other_users(tmp_path: Path) -> None:
-    """The group above has less left than the tightest limit allows."""
+    """Leave the group above with less than the tightest limit allows."""
     write(tmp_path, "proc/self/cgroup", "0::/job\n")
     write(tmp_path, V2 + "memory.max", "1000000\n")
     write(tmp_path, V2 + "memory.current", "100000\n")
@@ -202,7 +202,7 @@ def test_available_memory_v2_excludes_other_users(tmp_path: Path) -> None:
     write(tmp_path, "sys/fs/cgroup/memory.current", "1990000\n")
     write(tmp_path, "sys/fs/cgroup/memory.stat", "inactive_file 300\nactive_file 4000\nshmem 8\n")
     assert available_memory(tmp_path) == 14_300
-    assert usable_memory(tmp_path) == 1_000_000, "the control: a limit is not what is left of it"
+    assert usable_memory(tmp_path) == 1_000_000, "the control: a limit is not the free memory"
 
 
 def test_available_memory_full_group_is_zero(tmp_path: Path) -> None:
@@ -218,12 +218,12 @@ def test_slot_is_hardly_larger_than_its_group() -> None:
         slot = slot_bytes(nbytes)
         assert slot % PAGE == 0
         assert 0 <= slot - nbytes < max(PAGE, nbytes / 64)
-        assert slot_bytes(slot) == slot, "a slot of its own size is right for it"
+        assert slot_bytes(slot) == slot, "a slot's size must be a slot size"
         assert slot_bytes(max(nbytes - 1, 1)) <= slot
 
 
 def test_slot_sizes_are_few() -> None:
-    """Most slot sizes between two powers of two: 64.
+    """Allow at most 64 slot sizes between two powers of two.
 
     Below half a megabyte, every multiple of the page; from 16 MiB on, one in eight pages.
     """

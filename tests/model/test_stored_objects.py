@@ -1,4 +1,4 @@
-"""An object file may describe its tensors only as its blocks are."""
+"""The tensors of an object file must match its blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def packed() -> Packing:
 
 
 def header(**views: list[Any]) -> Header:
-    """The header of an object with both blocks, in which some views say something else."""
+    """Return the header of an object with both blocks, in which some views are changed."""
     packing = packed()
     raw = build_header(KEY, packing, [digest(b.name.encode()) for b in packing.blocks])
     document = json.loads(raw[LENGTH_BYTES:])

@@ -1,4 +1,4 @@
-"""On a system that the package does not work on, it says so in words."""
+"""On an unsupported system, the package says so."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ sys.argv = {argv!r}
 
 
 def start(platform: str, code: str, argv: list[str]) -> subprocess.CompletedProcess[str]:
-    """Run code in a fresh Python that takes itself for one of another system."""
+    """Run code in a fresh Python that believes it is on another system."""
     program = ELSEWHERE.format(platform=platform, argv=argv) + code
     return subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False
@@ -60,7 +60,7 @@ def test_commands_on_another_system_print_one_line(program: str, module: str) ->
 
 
 def test_unsupported_page_size_raises() -> None:
-    """Their page map has an entry for each, so that written weights would not be noticed."""
+    """Reject larger pages: the page map has one entry each, so written weights would be missed."""
     with pytest.raises(ImportError, match="kernel has pages of 65536 bytes: boot a kernel"):
         require_known_system("linux", 65536)
     with pytest.raises(SystemExit, match="tierstore-inspect: tierstore supports memory pages"):

@@ -1,4 +1,4 @@
-"""Which of a directory's files libraries read."""
+"""The files of a directory that libraries read."""
 
 from __future__ import annotations
 

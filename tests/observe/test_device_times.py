@@ -22,7 +22,7 @@ def device(late_pretend: Any) -> torch.device:
 
 
 def queued_copy(stream: torch.Stream, device: torch.device) -> torch.Tensor:
-    """A copy that waits on a stream until something forces it."""
+    """Start a copy that waits on a stream until a call forces it."""
     source = torch.ones(1024).pin_memory()
     with stream:
         target = torch.empty(1024, device=device)
@@ -43,14 +43,14 @@ def test_device_times_are_polled_without_synchronizing(device: torch.device, pre
     assert waiting > 0
     times.poll()
     assert not told
-    assert pretend.queued_tasks() == waiting, "looking forced the copy"
+    assert pretend.queued_tasks() == waiting, "polling forced the copy"
     ended.event.synchronize()
     times.poll()
     ((start, end),) = told
     assert before <= start <= end <= time.monotonic()
     assert target.sum() == 1024
     times.poll()
-    assert len(told) == 1, "it was told twice"
+    assert len(told) == 1, "the times were reported twice"
 
 
 def test_unfinished_event_does_not_delay_another_stream(device: torch.device, pretend: Any) -> None:
@@ -71,7 +71,7 @@ def test_unfinished_event_does_not_delay_another_stream(device: torch.device, pr
 def test_device_times_follow_the_order_of_a_stream(device: torch.device) -> None:
     times = DeviceTimes(device, torch.Stream(device))
     told: list[float] = []
-    for _ in range(200):  # looked at now and then, without being asked to
+    for _ in range(200):  # polled now and then, without a call of `poll`
         times.notify(lambda at: told.extend(at), times.mark())
     assert len(told) > 100
     times.poll()
@@ -80,7 +80,7 @@ def test_device_times_follow_the_order_of_a_stream(device: torch.device) -> None
 
 
 def queries(act: Callable[[], object]) -> int:
-    """Return the number of polls of an event by this thread meanwhile."""
+    """Return the number of event queries of this thread during `act`."""
     count = 0
 
     def note(_: Any, what: str, called: Any) -> None:
@@ -106,7 +106,7 @@ def test_busy_device_is_polled_once_per_stream(device: torch.device, pretend: An
     assert not told
     for stream in streams:
         stream.synchronize()
-    assert queries(times.poll) == 1000, "each that has passed is asked once more"
+    assert queries(times.poll) == 1000, "each completed event is queried once more"
     assert len(told) == 1000
     assert all(target.sum() == 1024 for target in targets)
 

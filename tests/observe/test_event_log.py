@@ -125,7 +125,7 @@ def test_error_survives_json_as_text() -> None:
 
 
 def test_tiers_are_known_by_name() -> None:
-    """And are the very same: the planner tells tiers apart by what they are."""
+    """Read the identical tiers: the planner distinguishes tiers by identity."""
     row = through_json(to_row(0, events.Registered(A, 5, tier=REMOTE)))
     with pytest.raises(ValueError, match="REMOTE"):
         from_row(row)
@@ -139,7 +139,7 @@ def test_tiers_are_known_by_name() -> None:
 
 def test_record_of_an_older_version_gets_defaults() -> None:
     whole = through_json(to_row(0, events.Registered(A, 5)))
-    assert whole[-1] is False, "it says whether the group is shared"
+    assert whole[-1] is False, "the last field says whether the group is shared"
     assert from_row(whole[:-1]) == from_row(whole)
     with pytest.raises(ValueError, match="is not an event"):
         from_row([*whole, False])
@@ -282,7 +282,7 @@ def replay_rows(world: World, policy: str, rows: list[list[Any]]) -> Iterator[li
 def first_difference(
     answers: Iterator[list[Instruction]], told: list[list[Instruction]]
 ) -> int | None:
-    """At which event others are given; after that, the events do not fit the instructions."""
+    """Return the first event with other instructions; later ones do not fit the events."""
     for number, (one, other) in enumerate(zip(answers, told, strict=False)):
         if one != other:
             return number
@@ -303,7 +303,7 @@ def test_log_replayed_gives_the_same_instructions(policy: str, remote: bool) -> 
 
 
 def test_other_policy_gives_other_instructions() -> None:
-    """The control: that the instructions are the same says something."""
+    """Check the control: equal instructions are not a matter of course."""
     others = 0
     for seed in range(30):
         world = play(seed, "lru")
@@ -314,11 +314,11 @@ def test_other_policy_gives_other_instructions() -> None:
 
 
 class Failing(mutants.LendsToTwo):
-    """Only answers wrongly: what it instructs is right, and can be made again."""
+    """Answers wrongly; its instructions are right, and can be replayed."""
 
 
 def fail(folder: Path) -> tuple[list[list[Any]], AssertionError]:
-    """A history that fails: what was instructed up to then."""
+    """Play a failing history. Returns the instructions up to the failure, and the error."""
     told: list[list[Any]] = []
 
     class Remembers(Failing):
@@ -364,7 +364,7 @@ def test_failing_history_without_folder_writes_a_temporary_file() -> None:
             play(seed, "next-use", planner=Failing)
     notes = "".join(caught.value.__notes__)
     made = set(Path(tempfile.gettempdir()).glob("tierstore-history-*")) - before
-    (folder,) = (folder for folder in made if str(folder) in notes)  # others may make some, too
+    (folder,) = (folder for folder in made if str(folder) in notes)  # other tests may make some
     (file,) = folder.glob("*.jsonl")
     assert str(file) in notes
     shutil.rmtree(folder)
@@ -387,7 +387,7 @@ def test_event_that_raises_is_in_the_file(tmp_path: Path) -> None:
 
 
 def test_error_is_kept_as_text_only() -> None:
-    """Its traceback would keep everything alive that it came through."""
+    """Drop its traceback, which would keep all objects on its path alive."""
     log = EventLog(BUDGETS, "lru")
     try:
         raise TransferError("no room")

@@ -1,4 +1,4 @@
-"""The sums of a journal, against adding them up by hand."""
+"""The sums of a journal, compared with sums computed second by second."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ spans = st.lists(
 
 
 def by_hand(told: list[Told]) -> tuple[dict[str, int], int, int]:
-    """Seconds by kind, of moving, and of moving unseen: second by second."""
+    """Return the seconds by kind, of moving, and of hidden moving, second by second."""
     seconds: dict[str, int] = {}
     moving = hidden = 0
     for second in range(60):
@@ -54,7 +54,7 @@ def test_settling_early_keeps_earlier_results(told: list[Told], times: list[int]
     copy = totals.copy()
     copy.total_up_to(float("inf"))
     assert (copy.seconds, copy.moving, copy.hidden) == by_hand(told)
-    totals.total_up_to(float("inf"))  # the copy took nothing from it
+    totals.total_up_to(float("inf"))  # the copy removed nothing from it
     assert (totals.seconds, totals.moving, totals.hidden) == by_hand(told)
 
 
@@ -79,12 +79,12 @@ def test_journal_totals_outlast_its_entries() -> None:
     assert summary.bandwidth == pytest.approx({"DISK>HOST": 10.0})
     assert summary.stalled == pytest.approx(5000.0)
     assert summary.overlap == pytest.approx(0.5)
-    assert len(journal.totals) < 2000, "what is long past is still kept"
+    assert len(journal.totals) < 2000, "old entries are still kept"
 
 
 def test_open_interval_counts_and_is_not_settled() -> None:
     journal = Journal()
-    began = monotonic() - 3000  # all of it is over, also where the clock has just begun
+    began = monotonic() - 3000  # all of it is over, even if the clock has just begun
     wait, move = Span(STALL, "a", start=began + 1), Span("DISK>HOST", "a", start=began + 1)
     journal.begin(wait)
     journal.begin(move)

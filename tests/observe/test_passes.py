@@ -53,7 +53,7 @@ def test_running_pass_is_shown_until_now() -> None:
     now = time.monotonic()
     [one] = passes.events(now)
     assert one.end == now
-    assert begun.end == 0.0, "it is not over by being looked at"
+    assert begun.end == 0.0, "polling must not end it"
     passes.end(begun)
     assert len(passes.events(now)) == 1
 

@@ -83,7 +83,7 @@ def test_html_has_each_cell_of_the_text() -> None:
 
 
 def test_html_aligns_words_left_and_numbers_right() -> None:
-    """The alignment overrides the notebook's own table style; colours do not."""
+    """Override the notebook's own table style for the alignment, but not for colours."""
     shown = stats()._repr_html_()
     sides = {text: side for side, text in re.findall(r"align:(\w+);[^>]*>([^<]*)</t", shown)}
     for told in ("tier", "HOST", "acquires", "0.50 s in total", "DISK&gt;HOST"):

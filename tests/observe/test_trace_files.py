@@ -1,4 +1,4 @@
-"""Files that a trace is written to."""
+"""Files to which a trace is written."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Building blocks of operations: load a model, offload it, and compute with it.
 
-The same calls are made twice: without a `share` the model is an ordinary one on the device; with
-one it is on a store whose budgets are that share of its weights.
+The same calls are made twice: without a `share` on an ordinary model on the device, and with one on
+a store whose budgets are that share of the model's weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tierstore import TierStore, disable_offload, dispatch_model, enable_group_o
 
 
 class Actions:
-    """One run of an operation. The tensors that it computes are in `outputs`."""
+    """A run of an operation. `outputs` has the tensors that it computes."""
 
     def __init__(
         self,
@@ -32,10 +32,10 @@ class Actions:
     ) -> None:
         self.device = device
         self.folder = folder
-        """For what the operation itself writes."""
+        """Directory for files of the operation itself."""
         self.outputs: list[torch.Tensor] = []
         self.read: list[int] = []
-        """Bytes that were read for each of them."""
+        """Bytes read for each output."""
         self._share = share
         self.checkpoint = checkpoint
         """`checkpoint(kind)` is a read-only directory of `tests.pipelines` or `parts`."""
@@ -46,15 +46,15 @@ class Actions:
         self._pinned_before = 0
 
     def load(self, kind: str) -> Any:
-        """A pipeline or model of `tests.pipelines`, on the CPU."""
+        """Load a pipeline or model of `tests.pipelines`, on the CPU."""
         return pipelines.load(kind, self.checkpoint(kind))
 
     def offload(self, target: Any, **arguments: Any) -> None:
-        """Put a pipeline or model on the store: the first one says how large the budgets are."""
+        """Put a pipeline or model on the store. The first one determines the budgets."""
         self._offload(enable_group_offload, target, arguments)
 
     def dispatch(self, model: nn.Module, **arguments: Any) -> None:
-        """The same by `dispatch_model`."""
+        """Do the same with `dispatch_model`."""
         self._offload(dispatch_model, model, arguments)
 
     def _offload(self, way: Callable[..., Any], target: Any, arguments: dict[str, Any]) -> None:
@@ -77,14 +77,14 @@ class Actions:
         target.to("cpu")
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Inside, the latest offloaded pipeline or model is an ordinary one on the CPU."""
+        """Make the latest offloaded pipeline or model ordinary inside the block, on the CPU."""
         suspended: AbstractContextManager[None] | None
         suspended = None if self._handle is None else self._handle.suspended()
         return suspended or nullcontext()
 
     @contextmanager
     def on_the_cpu(self, target: Any) -> Iterator[None]:
-        """Inside, weights are on the CPU, where offloaded ones are anyway while nothing runs.
+        """Keep weights on the CPU inside the block, where idle offloaded ones are anyway.
 
         Edits that compute (fusing, for instance) give other bits on an accelerator.
         """
@@ -96,7 +96,7 @@ class Actions:
 
     @property
     def device_of_an_ordinary_model(self) -> str:
-        """Return the device of its inputs. An offloaded model accepts the CPU as well."""
+        """Device of an ordinary model's inputs. An offloaded model accepts the CPU as well."""
         return self.device if self._share is None else "cpu"
 
     def run(self, kind: str, pipe: Any, **arguments: Any) -> None:
@@ -105,25 +105,25 @@ class Actions:
         self.compute(functools.partial(pipelines.run, kind, pipe, **settings))
 
     def compute(self, work: Callable[[], torch.Tensor]) -> None:
-        """Compute anything for comparison that uses weights of the model."""
+        """Compute a value for comparison that uses weights of the model."""
         before = self._bytes_read()
         self.outputs.append(work().detach().cpu().clone())
         self.read.append(self._bytes_read() - before)
         self._latest = work
 
     def compare(self, value: torch.Tensor) -> None:
-        """Compare what needed no run of the model."""
+        """Compare a value that needed no run of the model."""
         self.outputs.append(value.detach().cpu().clone())
 
     def check_that_it_is_as_it_was(self) -> None:
         """Assert that repeating the latest computation reads weights and gives the same result."""
-        assert self._latest is not None, "nothing was computed before"
+        assert self._latest is not None, "no earlier computation"
         self.compute(self._latest)
-        assert torch.equal(*self.outputs[-2:]), "it is not as it was"
+        assert torch.equal(*self.outputs[-2:]), "the model has changed"
 
     def check_that_it_changed(self) -> None:
-        """Assert that the latest output is not the one before: that the operation had an effect."""
-        assert not torch.equal(*self.outputs[-2:]), "it had no effect"
+        """Assert that the operation had an effect: the latest output differs from the previous."""
+        assert not torch.equal(*self.outputs[-2:]), "the operation had no effect"
 
     def _bytes_read(self) -> int:
         return 0 if self._store is None else self._store.stats().bytes_read

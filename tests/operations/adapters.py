@@ -1,4 +1,4 @@
-"""Further extensions of diffusers pipelines: image prompts, words, ControlNets, refiners."""
+"""Further extensions of diffusers pipelines: image prompts, textual inversion, ControlNets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One forward or more of models of many kinds."""
+"""Forward passes of models of many kinds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def dispatched(actions: Actions, kind: str) -> Any:
 
 
 def grouped(actions: Actions, kind: str) -> Any:
-    """The same by `enable_group_offload`."""
+    """Do the same with `enable_group_offload`."""
     model = load(actions, kind)
     actions.offload(model)
     return model
@@ -34,7 +34,7 @@ def joined(*tensors: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def write_and_compute(actions: Actions, model: Any, **inputs: torch.Tensor) -> None:
-    """Compare what a model writes, and the numbers by which it does."""
+    """Compare the tokens that a model generates, and its logits."""
     actions.compute(lambda: model.generate(**inputs, **WRITING).float())
     if model.config.is_encoder_decoder:
         (of_the_encoder, *_) = inputs.values()

@@ -1,4 +1,4 @@
-"""User code around a pipeline: calls of components, loops, hooks, and changes of weights."""
+"""User code around a pipeline: component calls, loops, hooks, and weight changes."""
 
 from __future__ import annotations
 

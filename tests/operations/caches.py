@@ -1,4 +1,4 @@
-"""Caches of diffusers, which reuse what blocks computed in earlier steps."""
+"""Caches of diffusers, which reuse outputs of blocks from earlier steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CACHES = Table("Caches of diffusers")
 STEPS = 3
 ALL_STEPS = (-1, 1001)
 LAST_STEP = (-1, 700)
-"""Times of steps in which computed outputs may be used again: the first step has time 1000."""
+"""Times of steps in which cached outputs may be reused: the first step has time 1000."""
 
 
 def first_block(pipe: Any) -> Any:
@@ -53,7 +53,7 @@ def taylor(pipe: Any) -> Any:
 
 
 def switch_on_and_off(actions: Actions, config: Callable[[Any], Any]) -> None:
-    """While it is offloaded."""
+    """Switch a cache on and off while the pipeline is offloaded."""
     pipe = actions.load("flux")
     actions.offload(pipe)
     pipe.transformer.enable_cache(config(pipe))

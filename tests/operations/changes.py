@@ -1,4 +1,4 @@
-"""Conversions of whole pipelines, what is saved and copied, and edits."""
+"""Conversions, saving, copying and edits of whole pipelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling and exporting, with a backend that compiles nothing: where graphs begin is the same."""
+"""Compiling and exporting, with a backend that compiles nothing: graphs begin where they would."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMPILING = Table("`torch.compile` and `torch.export`")
 
 
 class Block(nn.Module):
-    """torch does not trace into its own layers by themselves."""
+    """A user-defined module, because torch does not trace into its built-in layers alone."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

@@ -103,7 +103,7 @@ def skip_layer_guidance(actions: Actions) -> None:
 
 
 def guided_by(actions: Actions, guider: Any) -> None:
-    """The guider's in the modular pipeline, and that of the pipeline without it."""
+    """Compare the output with the modular pipeline's guider, and with another."""
     base = actions.load("sdxl")
     pipe = diffusers.modular_pipelines.StableDiffusionXLAutoBlocks().init_pipeline()
     pipe.set_progress_bar_config(disable=True)

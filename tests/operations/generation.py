@@ -21,13 +21,13 @@ HOME = "with inputs at `model.device`"
 
 
 def prompt(actions: Actions, seed: int = 1, length: int = 6) -> torch.Tensor:
-    """Two rows of tokens, none of which means something."""
+    """Return two rows of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, 512, (2, length), generator=generator).to(actions.device)
 
 
 def dispatched(actions: Actions) -> Any:
-    """The model that most rows use."""
+    """Return the offloaded model that most rows use."""
     model = actions.load("llama")
     actions.dispatch(model)
     return model
@@ -51,7 +51,7 @@ def generated(model: Any, tokens: torch.Tensor, arguments: dict[str, Any]) -> An
 
 
 def write(actions: Actions, model: Any, tokens: torch.Tensor, **arguments: Any) -> torch.Tensor:
-    """Compare the tokens that a model writes, and their logits. Returns the tokens."""
+    """Compare the tokens that a model generates, and their logits. Returns the tokens."""
     found: list[torch.Tensor] = []
 
     def work() -> torch.Tensor:
@@ -188,7 +188,7 @@ def assisted_from_the_accelerator(actions: Actions) -> None:
 
 
 class Shift(transformers.LogitsProcessor):
-    """Prefers what a weight of the model says."""
+    """Prefers the tokens that a weight of the model favours."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -241,7 +241,7 @@ def of_their_own(actions: Actions) -> None:
 
 
 def tokenizer() -> Any:
-    """A word for each token of the model."""
+    """Return a tokenizer with a word for each token of the model."""
     words = {f"w{number}": number for number in range(512)}
     model = tokenizers.models.WordLevel(words, unk_token="w3")
     made = tokenizers.Tokenizer(model)

@@ -28,7 +28,7 @@ def logits(model: Any, tokens: torch.Tensor, **arguments: Any) -> torch.Tensor:
 
 
 def run(actions: Actions, model: Any, **arguments: Any) -> None:
-    """Compare what a forward computes."""
+    """Compare the output of a forward."""
     tokens = prompt(actions) % model.config.vocab_size
     actions.compute(lambda: logits(model, tokens, **arguments))
 
@@ -108,7 +108,7 @@ def other_embeddings(actions: Actions) -> None:
 
 
 def edit(model: Any) -> None:
-    """Something that must be saved."""
+    """Make an edit that must be saved."""
     model.model.layers[1].mlp.up_proj.weight.data.mul_(1.5)
     model.model.layers[2].self_attn.q_proj.weight.data.neg_()
 
@@ -208,14 +208,14 @@ def to_the_device(actions: Actions) -> None:
 
 
 def lora(seed: int = 3, **config: Any) -> peft.LoraConfig:
-    """An adapter that changes what the model computes, from a seed that it sets."""
+    """Return an adapter that changes the model's output, with weights from `seed`."""
     torch.manual_seed(seed)
     settings = {"r": 4, "target_modules": ["q_proj", "down_proj"], "init_lora_weights": False}
     return peft.LoraConfig(**{**settings, **config})
 
 
 def adapted(actions: Actions, **config: Any) -> tuple[Any, Any]:
-    """A PeftModel around an offloaded model, and that."""
+    """Return a PeftModel around an offloaded model, and that model."""
     base = dispatched(actions)
     run(actions, base)
     with actions.on_the_cpu(base):

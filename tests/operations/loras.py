@@ -23,7 +23,7 @@ ENCODERS = ("text_encoder", "text_encoder_2")
 
 
 def lora_of(root: Any, seed: int, rank: int, **config: Any) -> Mapping[str, torch.Tensor]:
-    """One for a model, with random weights, under the names that trainers save."""
+    """Return a LoRA for a model, with random weights, under the names that trainers save."""
     from_config = getattr(type(root), "from_config", type(root))
     with torch.device("meta"):
         twin = from_config(root.config)
@@ -47,7 +47,7 @@ def lora_file(
 ) -> Path:
     """Save a LoRA for components of a pipeline, by default its denoiser, as trainers do.
 
-    Its weights are random, and seeded by the name of the file.
+    Its weights are random, seeded by the name of the file.
     """
     found = {}
     for component in components or (denoiser_of(pipe),):
@@ -305,7 +305,7 @@ def a_control_lora(actions: Actions) -> None:
 
 
 def without_image_parts(pipe: Any) -> dict[str, Any]:
-    """Its components, but for those of image prompts."""
+    """Return its components except those for image prompts."""
     return {n: part for n, part in pipe.components.items() if not n.endswith(IMAGE_PARTS)}
 
 

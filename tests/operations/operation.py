@@ -1,4 +1,4 @@
-"""Operations that users do with a model: one row of the documentation each."""
+"""Operations that users perform on a model: one row of the documentation each."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Do = Callable[[Actions], None]
 
 @dataclass(frozen=True)
 class Refusal:
-    """An operation that raises on an offloaded model, with advice, and leaves it as it was.
+    """An operation that raises on an offloaded model, with advice, and leaves it unchanged.
 
-    What was computed last before it is computed once more after it.
+    The computation before it is repeated afterwards.
     """
 
     error: type[Exception]
@@ -27,7 +27,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Operation:
-    """One row: `do` works the same on an ordinary model, or is refused."""
+    """A row: `do` gives the same as on an ordinary model, or raises."""
 
     table: str
     name: str
@@ -44,7 +44,7 @@ class Operation:
 
 
 class Table:
-    """Rows of the documentation that belong together, in their order."""
+    """A table of the documentation, with its rows in order."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -58,9 +58,9 @@ class Table:
         note: str = "",
         devices: tuple[str, ...] = ("cpu", ACCELERATOR),
     ) -> Callable[[Do], Do]:
-        """Say what a function does with a model, as the documentation names it.
+        """Add a function as a row, under its name in the documentation.
 
-        `note` is what a reader should know besides.
+        `note` is additional information for readers.
         """
 
         def add(do: Do) -> Do:

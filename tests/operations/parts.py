@@ -1,7 +1,7 @@
 """Parts that extend SDXL pipelines, as on the hub: adapters and a refiner.
 
-`BUILDERS[kind](directory, checkpoint)` saves one for the SDXL of `tests.pipelines`, with random
-weights of the same dtype.
+`BUILDERS[kind](directory, checkpoint)` saves one for the SDXL pipeline of `tests.pipelines`, with
+random weights of the same dtype.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Checkpoint = Callable[[str], Path]
 
 
 def image(seed: int = 0, size: int = IMAGE_SIZE) -> torch.Tensor:
-    """One of values between 0 and 1."""
+    """Return an image with values between 0 and 1."""
     return torch.rand(1, 3, size, size, generator=torch.Generator().manual_seed(seed))
 
 
 def sdxl_unet(checkpoint: Checkpoint, **changes: Any) -> Any:
-    """One that is built as SDXL's, but for some settings, with weights to be drawn."""
+    """Build a UNet like SDXL's with some other settings; its weights are drawn later."""
     model: Any = diffusers.UNet2DConditionModel
     config = model.load_config(checkpoint("sdxl") / "unet")
     return model.from_config({**config, **changes})
@@ -69,7 +69,7 @@ def build_t2i_adapter(directory: Path, checkpoint: Checkpoint) -> Path:
 
 
 def build_ip_adapter(directory: Path, checkpoint: Checkpoint) -> Path:
-    """`ip_adapter.safetensors`, and the encoder of its images in a folder."""
+    """Save `ip_adapter.safetensors`, and its image encoder in a folder."""
     config = transformers.CLIPVisionConfig(
         hidden_size=32,
         intermediate_size=64,
@@ -103,7 +103,7 @@ def build_ip_adapter(directory: Path, checkpoint: Checkpoint) -> Path:
 
 
 def build_refiner(directory: Path, checkpoint: Checkpoint) -> Path:
-    """Its UNet. All else is shared with the pipeline whose images it refines."""
+    """Save a refiner's UNet. All other parts are those of the pipeline whose images it refines."""
     base = sdxl_unet(checkpoint).config
     one_encoder = base.cross_attention_dim // 2
     return save(sdxl_unet(checkpoint, cross_attention_dim=one_encoder), directory)

@@ -39,7 +39,7 @@ def result(model: Any, device: str) -> torch.Tensor:
 
 
 def run(actions: Actions, model: Any) -> None:
-    """Compare what a forward computes."""
+    """Compare the output of a forward."""
     actions.compute(lambda: result(model, actions.device))
 
 
@@ -65,7 +65,7 @@ def state_dict(actions: Actions) -> None:
 
 
 def is_ordinary(actions: Actions, model: Any, copied: Any) -> None:
-    """Compare a copy of a model that is on a store, and what it computes when it is edited."""
+    """Compare a copy of an offloaded model, and its output after an edit."""
     copied.layers[0].weight.data.mul_(2)
     actions.compare(joined(copied.state_dict().values()))
     actions.compare(result(copied.to(actions.device), actions.device))
@@ -129,7 +129,7 @@ def averaged(actions: Actions) -> None:
 def changing(
     name: str, **arguments: Any
 ) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
-    """A row for a function that changes what a model computes. It is done on the CPU."""
+    """Add a row for a function that changes a model's output. It runs on the CPU."""
 
     def add(change: Callable[[Any], None]) -> Callable[[Any], None]:
         def do(actions: Actions) -> None:
@@ -253,7 +253,7 @@ def other_memory_format(actions: Actions) -> None:
 
 
 class Varied(nn.Module):
-    """Does not compute the same in training."""
+    """Computes something else in training mode."""
 
     def __init__(self) -> None:
         super().__init__()

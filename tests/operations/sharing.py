@@ -1,4 +1,4 @@
-"""Several pipelines, of the same models or side by side, and pipelines whose parts are replaced."""
+"""Several pipelines that share models or run side by side, and pipelines with replaced parts."""
 
 from __future__ import annotations
 

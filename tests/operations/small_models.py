@@ -1,6 +1,6 @@
 """Small models of transformers, saved as their makers do and loaded as their users do.
 
-Each has many small weights, so that 15 % of all hold whatever one of its modules needs.
+Each has many small weights, so that a budget of 15 % covers the weights of any of its modules.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ BUILDERS: dict[str, Callable[[], Any]] = {
 
 
 def load(actions: Actions, kind: str) -> Any:
-    """A model from a checkpoint of float32, in several files."""
+    """Load a model from a checkpoint of float32, in several files."""
     folder = actions.folder / kind
     if not folder.exists():
         made = draw(BUILDERS[kind]())
@@ -208,19 +208,19 @@ def load(actions: Actions, kind: str) -> Any:
 
 
 def words(actions: Actions, *shape: int, seed: int = 1) -> torch.Tensor:
-    """Tokens that mean nothing, on the device."""
+    """Return random tokens on the device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, WORDS - 8, shape, generator=generator).to(actions.device)
 
 
 def numbers(actions: Actions, *shape: int, seed: int = 1) -> torch.Tensor:
-    """An image, a sound or whatever else has such numbers, on the device."""
+    """Return random numbers on the device, as an image, a sound or other input."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(actions.device)
 
 
 def tower(actions: Actions, name: str = "tower", seed: int = 0) -> Any:
-    """Layers one after the other, in plain torch, whose weights are maps of a file."""
+    """Return layers in sequence, in plain torch, whose weights are maps of a file."""
     path = actions.folder / f"{name}.safetensors"
     if not path.exists():
         save_file(Tower(24, seed).state_dict(), path)

@@ -72,7 +72,7 @@ def state_meanwhile(actions: Actions) -> None:
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """The data set that workers of a DataLoader read."""
+    """A data set that the workers of a DataLoader read."""
 
     def __len__(self) -> int:
         return 6

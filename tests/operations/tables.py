@@ -1,7 +1,4 @@
-"""The tables of docs/guides/operations.md, made of the operations that the tests do.
-
-python -m tests.operations.tables
-"""
+"""The tables of docs/guides/operations.md, generated from the operations in the tests."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ def refused(table: Table) -> str:
 
 
 def tables() -> str:
-    """Format all operations, as the page has them: in each section, refused ones come last."""
+    """Format all operations for the page: in each section, refused ones come last."""
     return "\n".join(
         f"### {table.title}\n\n" + "\n".join(filter(None, [works(table), refused(table)]))
         for table in TABLES
@@ -78,7 +75,7 @@ def tables() -> str:
 
 
 def page_with(text: str, found: str) -> str:
-    """The page `text` with the tables `found` in the place of those that it has."""
+    """Return the page `text` with its tables replaced by `found`."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     return before + begin + found + end + after

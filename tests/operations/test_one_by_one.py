@@ -1,4 +1,4 @@
-"""Operations on a pipeline give the same if its models were offloaded one by one."""
+"""Operations on a pipeline give the same if its models are offloaded one by one."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BRING_A_MODEL = {an_ip_adapter_and_a_lora, load_and_unload_an_ip_adapter}
 
 
 class Handles:
-    """Add up the figures of one pipeline's models."""
+    """Handles of the models of one pipeline."""
 
     def __init__(self, target: Any, *arguments: Any, **options: Any) -> None:
         models = [target] if isinstance(target, nn.Module) else target.components.values()
@@ -56,7 +56,7 @@ class Handles:
 
 
 class OneByOne(Actions):
-    """Offloads each model of a pipeline, and not the pipeline."""
+    """Offloads each model of a pipeline separately."""
 
     def offload(self, target: Any, **arguments: Any) -> None:
         self._offload(Handles, target, arguments)
@@ -85,7 +85,7 @@ def actions_on(any_checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable
 
 
 @pytest.mark.full(
-    "test_operations has the same with pipelines, test_models_offloaded_one_by_one each method",
+    "test_operations covers pipelines, test_models_offloaded_one_by_one each method",
     keep=["load_and_unload_a_lora-cpu", "load_and_unload_a_textual_inversion-cpu"],
 )
 @pytest.mark.long("test_operations has each operation on each device", keep="any device")

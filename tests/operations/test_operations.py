@@ -28,7 +28,7 @@ SHARES = (0.15, 0.4)
 
 
 def _shares(number: int, operation: Operation, device: str) -> tuple[float, ...]:
-    """The long lane has each budget on each device; others have each budget on one of them."""
+    """Return each budget on each device in the long lane; in others, each on one device."""
     if len(operation.devices) < len(DEVICES):
         return SHARES
     first = (number + (device != "cpu")) % 2
@@ -52,7 +52,7 @@ Ordinary = Callable[[Operation, str], list[torch.Tensor]]
 def any_checkpoint(
     checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory
 ) -> Checkpoints:
-    """`any_checkpoint(kind)`: a pipeline of `tests.pipelines`, or what `parts` adds to them."""
+    """Return `any_checkpoint(kind)`: a pipeline of `tests.pipelines`, or an addition of `parts`."""
 
     @functools.cache
     def find(kind: str) -> Path:
@@ -65,7 +65,7 @@ def any_checkpoint(
 
 @pytest.fixture(scope="module")
 def ordinary(any_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Ordinary:
-    """`ordinary(operation, device)`: what it computes without a store."""
+    """Return `ordinary(operation, device)`: the outputs without a store."""
 
     @functools.cache
     def outputs(operation: Operation, device: str) -> list[torch.Tensor]:
@@ -79,7 +79,7 @@ def ordinary(any_checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def actions_on(any_checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable[..., Actions]]:
-    """`actions_on(device, share)`: with a store, which is closed at the end."""
+    """Return `actions_on(device, share)`: actions with a store, which is closed at the end."""
     made: list[Actions] = []
 
     def make(device: str, share: float) -> Actions:
@@ -93,8 +93,8 @@ def actions_on(any_checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Callable
         actions.close()
 
 
-@pytest.mark.full("how much of a model stays has little to do with what is done", keep="a third")
-@pytest.mark.long("where what is done is done has little to do with it", keep="any device")
+@pytest.mark.full("the budget hardly affects an operation", keep="a third")
+@pytest.mark.long("the device hardly affects an operation", keep="any device")
 @pytest.mark.parametrize(("operation", "device", "share"), CASES)
 def test_operation_equals_torch(
     operation: Operation,
@@ -107,7 +107,7 @@ def test_operation_equals_torch(
 
 
 def do_and_compare(operation: Operation, expected: list[torch.Tensor], actions: Actions) -> None:
-    """Assert that it gives what is expected, or is refused as it should be."""
+    """Assert that an operation gives the expected outputs, or raises the expected error."""
     if operation.refusal is not None:
         with pytest.raises(operation.refusal.error, match=operation.refusal.says):
             operation.do(actions)
@@ -162,7 +162,7 @@ def raise_after_an_edit(actions: Actions) -> None:
 def test_operation_controls_fail(
     do: Do, refused: bool, noticed: str, ordinary: Ordinary, actions_on: Callable[..., Actions]
 ) -> None:
-    """The comparison fails for different output, no reads, a missing error, or a late one."""
+    """Check that different output, no reads, a missing error, or a late one fail the comparison."""
     refusal = Refusal(ValueError, "no", "")
     right = Operation("", "", run_a_model, None, "", ("cpu",))
     wrong = Operation("", "", do, refusal if refused else None, "", ("cpu",))

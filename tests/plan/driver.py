@@ -30,7 +30,7 @@ def group_of(name: Name) -> GroupId:
 
 
 class Driver:
-    """Tells `planner` of events."""
+    """Passes events to `planner`."""
 
     def __init__(self, planner: Planner, clock: Callable[[], float] = lambda: 0.0) -> None:
         self.planner = planner
@@ -63,7 +63,7 @@ class Driver:
         self._instructions += self.planner.handle(event, self.clock())
 
     def instructions(self) -> list[Instruction]:
-        """Return the instructions since the last call, in order. Groups go by name, if any."""
+        """Return the instructions since the last call, in order, with groups by name if any."""
         found, self._instructions = self._instructions, []
         return [self._named(instruction) for instruction in found]
 
@@ -106,7 +106,7 @@ class Driver:
     def lease(
         self, name: Name, access: Access, *, permanent: bool = False, demanded: bool = True
     ) -> bool:
-        """Lease the group, if that is possible."""
+        """Lease the group if possible."""
         leasable = self.leasable(name, access)
         if leasable:
             self.handle(events.Leased(group_of(name), access, permanent, demanded))
@@ -122,7 +122,7 @@ class Driver:
         self.handle(events.HostWithdrawn(group_of(name), purpose))
 
     def lease_on_host(self, name: Name, purpose: HostAccess) -> bool:
-        """Lease the group in host memory, if that is possible."""
+        """Lease the group in host memory if possible."""
         leasable = self.host_leasable(name, purpose)
         if leasable:
             self.handle(events.HostLeased(group_of(name), purpose))

@@ -15,7 +15,7 @@ DEVICE, HOST, DISK = TIERS.values()
 
 
 class ByName:
-    """Gives copies up in the order of the alphabet, whatever is used."""
+    """Evicts copies in alphabetical order, regardless of use."""
 
     def __init__(self) -> None:
         self._there: defaultdict[Tier, set[GroupId]] = defaultdict(set)
@@ -57,7 +57,7 @@ def told(planner: Driver) -> list[str]:
 
 
 def put(planner: Driver, key: str, nbytes: int) -> None:
-    """It is in host memory only."""
+    """Put a group, which is then only in host memory."""
     planner.claim(key, nbytes, use_order=UseOrder.PREFETCHED)
     assert told(planner)[-1] == f"{key} gets room on HOST"
     planner.fill(key)
@@ -68,7 +68,7 @@ def register(planner: Driver, key: str, nbytes: int, *, backing: bool = True) ->
 
 
 def bring(planner: Driver, key: str, nbytes: int, *, backing: bool = True) -> None:
-    """Put it on disk and into host memory, without a demand."""
+    """Bring a group to disk and host memory, without a demand."""
     register(planner, key, nbytes, backing=backing)
     planner.demand_on_host(key, HostAccess.READ)
     assert told(planner)[-1] == f"{key}: DISK to HOST!"
@@ -77,7 +77,7 @@ def bring(planner: Driver, key: str, nbytes: int, *, backing: bool = True) -> No
 
 
 def raise_up(planner: Driver, key: str, nbytes: int) -> None:
-    """It is demanded, and is on the device, in host memory and on disk."""
+    """Demand a group, which is then on the device, in host memory and on disk."""
     bring(planner, key, nbytes)
     planner.demand(key)
     assert told(planner) == [f"{key}: HOST to DEVICE!"]
@@ -85,14 +85,14 @@ def raise_up(planner: Driver, key: str, nbytes: int) -> None:
 
 
 def change(planner: Driver, key: str, nbytes: int) -> None:
-    """It is on the device only, lent to who changes it."""
+    """Lease a group for update: it is then only on the device."""
     raise_up(planner, key, nbytes)
     assert planner.lease(key, Access.UPDATE)
     assert told(planner) == [f"{key} leaves DISK", f"{key} leaves HOST"]
 
 
 def lend(planner: Driver, key: str, nbytes: int) -> None:
-    """Lease it, without a further demand."""
+    """Lease a group, without a further demand."""
     bring(planner, key, nbytes)
     planner.demand(key)
     if planner.top is DEVICE:
@@ -102,7 +102,7 @@ def lend(planner: Driver, key: str, nbytes: int) -> None:
 
 
 def hold(planner: Driver, key: str, nbytes: int, purpose: HostAccess = HostAccess.READ) -> None:
-    """Somebody has it in host memory, and it is on disk."""
+    """Lease a group in host memory, which is also on disk."""
     bring(planner, key, nbytes)
     planner.demand_on_host(key, purpose)
     assert planner.lease_on_host(key, purpose)

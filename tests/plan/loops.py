@@ -1,4 +1,4 @@
-"""Random loops, small enough to look at, and budgets for them."""
+"""Random loops, small enough to check by hand, and budgets for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Case:
     tile: int
 
     def plan(self) -> LoopPlan | None:
-        """Its plan, if there is one."""
+        """Return its plan, if there is one."""
         return plan_loop(self.loop, self.budgets, SPEED, self.tile)
 
 
@@ -38,7 +38,7 @@ def with_device(device: int, host: int) -> dict[Tier, int | None]:
 
 
 def plain(pages: list[list[int]], seconds: float = 0.05) -> Loop:
-    """A loop of units, each with groups of its own of so many pages."""
+    """Return a loop of units; each has its own groups, with these numbers of pages."""
     sizes = [PAGE * nbytes for unit in pages for nbytes in unit]
     steps, first = [], 0
     for number, unit in enumerate(pages):
@@ -48,19 +48,19 @@ def plain(pages: list[list[int]], seconds: float = 0.05) -> Loop:
 
 
 def there_and_back(loop: Loop) -> Loop:
-    """A forward and a backward pass."""
+    """Return a forward and a backward pass."""
     return Loop((*loop.steps, *reversed(loop.steps)), loop.sizes)
 
 
 def in_phases(loop: Loop, times: int) -> Loop:
-    """Some passes of the first half of a loop, then as many of the second."""
+    """Return `times` passes of the first half of a loop, then as many of the second."""
     half = len(loop.steps) // 2
     steps = [*loop.steps[:half] * times, *loop.steps[half:] * times]
     return Loop(tuple(steps), loop.sizes)
 
 
 def any_order(loop: Loop, chance: random.Random) -> Loop:
-    """Its units in any order, some of them again and again; some need what others need, too."""
+    """Return its units in random order, some repeated, and some that also use groups of others."""
     steps = list(chance.choices(loop.steps, k=chance.randint(1, 2 * len(loop.steps))))
     found = []
     for step in steps:
@@ -71,7 +71,7 @@ def any_order(loop: Loop, chance: random.Random) -> Loop:
 
 
 def drawn(seed: int) -> Case:
-    """A loop of one of several kinds, with budgets from hardly enough to more than enough."""
+    """Return a loop of one of several kinds, with budgets from too small to ample."""
     chance = random.Random(seed)
     units = [
         [chance.randint(1, 9) for _ in range(chance.randint(1, 4))]

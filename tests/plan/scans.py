@@ -1,6 +1,6 @@
 """Traces, and a carrier that delivers at once, for tests of the planner and its policies.
 
-`python -m tests.plan.scans` reports what one access costs the planner and its policy.
+`python -m tests.plan.scans` reports the planner's and the policy's time per access.
 """
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from tierstore.plan.schedule import LearnedOrder
 
 
 def cycle(groups: int, passes: int, prefix: str = "g") -> list[str]:
-    """A scan of `groups` groups, `passes` times."""
+    """Return a scan of `groups` groups, `passes` times."""
     return [f"{prefix}{i}" for i in range(groups)] * passes
 
 
 def prompts(count: int, encoder: int, blocks: int, steps: int) -> list[str]:
-    """Text encoder, denoising loop, VAE; for several prompts."""
+    """Return the keys of a text encoder, a denoising loop and a VAE, for several prompts."""
     once = [*cycle(encoder, 1, "te"), *cycle(blocks, steps, "u"), "vae"]
     return once * count
 
 
 def two_experts(runs: int, blocks: int, steps: int) -> list[str]:
-    """A loop over one expert's blocks, then over the other's."""
+    """Return a loop over one expert's blocks, then over the other's."""
     return [*cycle(blocks, steps, "high"), *cycle(blocks, steps, "low")] * runs
 
 
 def forward_backward(layers: int, passes: int) -> list[str]:
-    """Training: up and down again; the last layer, and the first, are used twice in a row."""
+    """Return training passes, up and down: the last and the first layer are used twice in a row."""
     up = [f"g{i}" for i in range(layers)]
     return [*up, *reversed(up)] * passes
 
 
 class Scan:
-    """Uses groups one after the other; every copy arrives at once. Counts bytes by move."""
+    """Uses groups one after another; every copy arrives at once. Counts bytes by move."""
 
     def __init__(
         self, sizes: Sequence[int], budgets: Mapping[Tier, int | None], policy: str = "next-use"
@@ -53,7 +53,7 @@ class Scan:
     def use(self, key: str) -> None:
         self.planner.demand(key)
         self._carry()
-        assert self.planner.lease(key, Access.READ), f"{key} is not there"
+        assert self.planner.lease(key, Access.READ), f"{key} is not resident"
         self._carry()
         self.planner.release(key, Access.READ)
         self._carry()
@@ -66,7 +66,7 @@ class Scan:
                 self.planner.arrive(copy.group, copy.src, copy.dst)
 
     def read_by(self, order: Iterable[str]) -> int:
-        """The bytes read from disk while the groups of `order` are used."""
+        """Return the bytes read from disk while the groups of `order` are used."""
         before = sum(n for (src, _), n in self.moved.items() if src is Tier.DISK)
         for key in order:
             self.use(key)
@@ -74,7 +74,7 @@ class Scan:
 
 
 def report_costs() -> None:
-    """Print what one access costs, in microseconds, with nothing to carry."""
+    """Print the time of an access in microseconds, with nothing to carry."""
     for policy in ("next-use", "lru"):
         for groups in (60, 300, 1000):
             scan = Scan([100] * groups, {Tier.HOST: 50 * groups, Tier.DISK: None}, policy)

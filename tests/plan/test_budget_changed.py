@@ -1,4 +1,4 @@
-"""The fastest tier's budget may change: every promise holds at once, and no request is stuck."""
+"""The device budget may change: every promise holds at once, and no request is blocked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIZES = (4, 12, 20, 40, 60)
 
 
 class Resizing(History):
-    """Now and then, the device's budget becomes another one."""
+    """Changes the device's budget now and then."""
 
     seen: Counter[str]
 
@@ -46,7 +46,7 @@ def resize(world: World, nbytes: int, seen: Counter[str]) -> None:
     groups = inside.table.groups.values()
     largest = max((group.nbytes for group in groups), default=0)
     assert after >= max(nbytes, min(largest, before))
-    if after > max(nbytes, min(largest, before)):  # what is left cannot go
+    if after > max(nbytes, min(largest, before)):  # the remaining copies cannot leave
         assert nbytes < used
         assert all(
             inside.table.in_use(group, Tier.DEVICE)
@@ -79,7 +79,7 @@ def test_budget_change_in_random_histories_keeps_every_promise(policy: str) -> N
 
 
 def filled(count: int, budget: int) -> tuple[World, list[GroupId]]:
-    """Groups of 4 bytes, as many on the device as fit, the first ones used last."""
+    """Return groups of 4 bytes, as many on the device as fit, the first ones used last."""
     world = World({Tier.DEVICE: budget, Tier.HOST: 100, Tier.DISK: None})
     keys = [world.register(4) for _ in range(count)]
     for key in reversed(keys):
@@ -114,6 +114,6 @@ def test_budget_lowered_keeps_leased_groups() -> None:
         assert waiter is not None
         world.release(waiter)
     resize(world, 1, Counter())
-    assert world.planner.budgets[Tier.DEVICE] == 4, "room for one group is left"
+    assert world.planner.budgets[Tier.DEVICE] == 4, "space for one group is left"
     assert on_device(world, keys) == 1
     use(world, keys[2])

@@ -1,4 +1,4 @@
-"""Copies: the room that they take, how far they are, and how fast they came."""
+"""Copies: the space they take, their progress, and their speed."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_hop_speed_follows_copies_over_it() -> None:
         planner.demand(key)
     now = 12.0
     planner.fail("b", DISK, HOST, OSError())
-    assert bandwidth() is None, "nothing came"
+    assert bandwidth() is None, "nothing arrived"
     now = 16.0
     planner.arrive("a", DISK, HOST)
-    assert bandwidth() == 8 / (16 - 12), "until 12, it shared the hop with the other"
+    assert bandwidth() == 8 / (16 - 12), "until 12 it shared the hop with b"
     register(planner, "c", 6)
     now = 20.0
     planner.demand("c")
@@ -115,6 +115,6 @@ def test_copy_read_by_transfers_is_in_use_until_the_last_ends() -> None:
     assert told(planner) == ["a: HOST to DISK!", "a: HOST to DEVICE!"]
     planner.claim("b", 5, use_order=UseOrder.PREFETCHED)
     planner.arrive("a", HOST, DISK)
-    assert told(planner) == [], "one more reads it"
+    assert told(planner) == [], "another transfer still reads it"
     planner.arrive("a", HOST, DEVICE)
     assert told(planner) == ["a leaves HOST", "b gets room on HOST"]

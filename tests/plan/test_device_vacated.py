@@ -60,7 +60,7 @@ def test_vacated_device_prefetches_nothing_before_next_use() -> None:
     raise_up(planner, "b", 4)
     planner.withdraw("b")
     register(planner, "hope", 5)
-    planner.expect(["b", "hope"])  # what comes later takes no room from what comes before
+    planner.expect(["b", "hope"])  # later keys take no space from earlier ones
     assert told(planner) == ["hope: DISK to HOST"]
     planner.arrive("hope", DISK, HOST)
     assert told(planner) == []
@@ -82,4 +82,4 @@ def test_vacating_in_random_histories_keeps_every_promise(policy: str) -> None:
             history.world.step(DeviceVacated())
             vacated += spare
         history.world.finish()
-    assert vacated, "there was nothing to give up"
+    assert vacated, "nothing was freed"

@@ -1,4 +1,4 @@
-"""Room: who goes to make some, and in which order."""
+"""Evictions: which copies leave to free space, and in which order."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCENES = 100
 
 @dataclass
 class Thing:
-    """A group in host memory, by what may be done with it there."""
+    """A group in host memory, by the actions that are allowed there."""
 
     key: str
     nbytes: int
@@ -69,7 +69,7 @@ def place(planner: Driver, thing: Thing) -> None:
 
 
 def scene(rng: random.Random, tiers: int, kinds: list[str]) -> tuple[Driver, list[Thing]]:
-    """Some things in host memory, which is full but for a little, and a disk with little room."""
+    """Return a planner and its things: host memory is almost full, the disk has little space."""
     planner = planner_of(MUCH, MUCH if tiers == 3 else None)
     if tiers == 3:
         change(planner, "blocker", 5)
@@ -131,7 +131,7 @@ def expected_of_a_need(planner: Driver, things: list[Thing], nbytes: int) -> lis
 
 
 def first_of(things: list[Thing], nbytes: int) -> list[Thing]:
-    """So many from the front that they take as many bytes; all, if they take fewer."""
+    """Return the shortest prefix that takes `nbytes` in total; all if they take fewer."""
     sums = accumulate((thing.nbytes for thing in things), initial=0)
     return [thing for thing, before in zip(things, sums, strict=False) if before < nbytes]
 
@@ -174,7 +174,7 @@ def test_prefetch_evicts_copies_on_disk_or_nothing(tiers: int) -> None:
 
 
 def test_copy_that_cannot_be_saved_leaves_others_evictable() -> None:
-    """The disk is full: what only host memory has must stay, and something else may go."""
+    """Fill the disk: a group that is only in host memory must stay, and another may leave."""
     planner = planner_of(10, disk=5)
     register(planner, "fills the disk", 5, backing=False)
     put(planner, "a", 6)
@@ -199,7 +199,7 @@ def test_device_evicts_beside_a_permanent_host_lease() -> None:
 
 @pytest.mark.parametrize("device", [None, 20])
 def test_copy_may_take_space_already_reserved_for_it(device: int | None) -> None:
-    """A renewal wants space only; a demand wants the old bytes there."""
+    """Request a renewal, which needs space only, and a demand, which needs the old bytes there."""
     planner = planner_of(5, device)
     register(planner, "a", 5)
     planner.demand_on_host("a", HostAccess.RENEW)
@@ -223,7 +223,7 @@ def test_offload_takes_space_already_reserved_for_it() -> None:
 
 @pytest.mark.parametrize("first", [2, 3])
 def test_eviction_frees_no_byte_more_than_needed(first: int) -> None:
-    """Three bytes are missing: three are enough, two are not."""
+    """Request three bytes: evicting three is enough, two is not."""
     planner = planner_of(10)
     bring(planner, "a", first)
     bring(planner, "b", 4 - first)

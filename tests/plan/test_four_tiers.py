@@ -44,7 +44,7 @@ def test_demand_moves_up_hop_by_hop() -> None:
     assert planner.used == {DEVICE: 0, HOST: 0, DISK: 0, REMOTE: 0}, "the user's bytes are free"
     planner.demand("a")
     for src, dst in ((REMOTE, DISK), (DISK, HOST), (HOST, DEVICE)):
-        assert planner.used[DEVICE] == 5, "room is set aside before the first hop"
+        assert planner.used[DEVICE] == 5, "space is reserved before the first hop"
         assert told(planner) == [f"a: {src} to {dst}!"]
         assert not planner.leasable("a", Access.READ)
         planner.arrive("a", src, dst)
@@ -155,7 +155,7 @@ def test_save_is_done_once_the_group_is_on_disk() -> None:
     assert planner.saving("a") and not planner.saved("a")
     planner.arrive("a", HOST, DISK)
     assert planner.saved("a") and not planner.saving("a")
-    assert told(planner) == [], "it need not go further"
+    assert told(planner) == [], "it need not move further"
     assert planner.residence("a") == (HOST, DISK)
 
 
@@ -175,7 +175,7 @@ def test_disk_drops_copies_below_it_and_saves_others() -> None:
     planner.arrive("b", DISK, REMOTE)
     assert told(planner) == ["b leaves DISK", "d: HOST to DISK!"]
     assert planner.residence("a") == planner.residence("b") == (REMOTE,)
-    assert planner.used[REMOTE] == 5, "of a, only its user's file is there"
+    assert planner.used[REMOTE] == 5, "only the user's file of a is there"
     planner.arrive("d", HOST, DISK)
     assert planner.peak[DISK] == 10
 
@@ -190,7 +190,7 @@ def test_checkpoint_file_stays_on_disk() -> None:
     planner.release_memory("b")
     put(planner, "c", 5)
     planner.save("c")
-    assert told(planner) == ["b: DISK to REMOTE!"], "a takes no room that it could give"
+    assert told(planner) == ["b: DISK to REMOTE!"], "evicting a would free no space"
 
 
 def test_prefetch_takes_disk_space_only_from_backed_copies() -> None:
@@ -200,7 +200,7 @@ def test_prefetch_takes_disk_space_only_from_backed_copies() -> None:
         if backing:
             register(planner, "a", 5)
             fetch_to_disk(planner, "a")
-            planner.offload("a")  # it is not expected any more
+            planner.offload("a")  # it is no longer expected
         else:
             register(planner, "a", 5, DISK, backing=False)
         register(planner, "b", 5)

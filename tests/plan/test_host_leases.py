@@ -1,4 +1,4 @@
-"""Holding copies in host memory: who wants what, who gets it when, and what is learned from it."""
+"""Host leases: requests, the order of grants, and their effect on learning."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def with_planner(
 
 
 def hold(planner: Driver, key: str, purpose: HostAccess = HostAccess.READ) -> None:
-    """Holds what is there or comes at once."""
+    """Lease a group in host memory that is there or arrives at once."""
     planner.demand_on_host(key, purpose)
     for instruction in planner.instructions():
         if isinstance(instruction, Copy):
@@ -53,7 +53,7 @@ def hold(planner: Driver, key: str, purpose: HostAccess = HostAccess.READ) -> No
     assert planner.lease_on_host(key, purpose)
 
 
-# Wanting to hold ---------------------------------------------------------------------------------
+# Requests ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budgets", [TWO, THREE | {Tier.DEVICE: 30}])
@@ -104,10 +104,10 @@ def test_host_lease_of_group_being_flushed_is_granted(budgets: Budgets) -> None:
     key = world.register(5)
     holder = held(world, key, HostAccess.READ)
     world.put_away(key)
-    assert world.planner.residence(key) == (Tier.HOST, Tier.DISK), "somebody holds it"
+    assert world.planner.residence(key) == (Tier.HOST, Tier.DISK), "it is leased in host memory"
     again = fetched(world, key, HostAccess.READ)
     world.let_go(holder)
-    assert world.hold(again), "it would have to be read again"
+    assert world.hold(again), "it was kept for the second lease"
     assert len([i for i in world.books.followed if isinstance(i, Copy)]) == 1
     world.finish()
 
@@ -129,10 +129,10 @@ def test_host_lease_never_requested_withdraws_nothing() -> None:
     planner.demand("a")
     planner.fail("a", Tier.DISK, Tier.HOST, OSError())
     planner.withdraw_on_host("a", HostAccess.READ)
-    assert planner.error_of("a") is not None, "who demands it was not told yet"
+    assert planner.error_of("a") is not None, "the demand has not got the error yet"
 
 
-# Room for new values -----------------------------------------------------------------------------
+# Space for new values ----------------------------------------------------------------------------
 
 
 @BOTH
@@ -152,7 +152,7 @@ def test_reservation_with_only_readers_left_loads_old_values(budgets: Budgets) -
     world = World(budgets)
     key = world.register(5)
     renewing, looking = fetched(world, key, HostAccess.RENEW), fetched(world, key, HostAccess.READ)
-    assert not world.books.moving, "the room is there for new values"
+    assert not world.books.moving, "the space is reserved for new values"
     world.withdraw_fetch(renewing)
     assert [(m.src, m.dst) for m in world.books.moving] == [(Tier.DISK, Tier.HOST)]
     land_all(world)
@@ -165,7 +165,7 @@ def test_host_lease_withdrawn_drops_no_copy() -> None:
     key = world.register(5)
     looking = fetched(world, key, HostAccess.READ)
     world.withdraw_fetch(looking)
-    assert world.planner.arriving(key), "it may as well be kept"
+    assert world.planner.arriving(key), "the copy need not be dropped"
     land_all(world)
     world.withdraw_fetch(fetched(world, key, HostAccess.READ))
     assert world.planner.residence(key) == (Tier.HOST, Tier.DISK)
@@ -176,8 +176,8 @@ def test_host_lease_withdrawn_drops_no_copy() -> None:
 def test_update_reservation_is_counted_as_a_copy(budgets: Budgets) -> None:
     planner, _ = with_planner(budgets, policy="lru", a=5)
     planner.demand_on_host("a", HostAccess.RENEW)
-    assert planner.instructions() == [], "they who make them may be waiting for somebody"
-    assert not planner.lease_on_host("a", HostAccess.PERMANENT), "there is nothing in it yet"
+    assert planner.instructions() == [], "the updater may still wait for another lease"
+    assert not planner.lease_on_host("a", HostAccess.PERMANENT), "it has no values yet"
     assert planner.lease_on_host("a", HostAccess.RENEW)
     assert planner.instructions() == [Reserve("a", 5, Tier.HOST), Drop("a", 5, Tier.DISK)]
     assert planner.residence("a") == (Tier.HOST,) and not planner.backed("a")
@@ -187,12 +187,12 @@ def test_update_reservation_is_counted_as_a_copy(budgets: Budgets) -> None:
     planner.check()
 
 
-# Holding -----------------------------------------------------------------------------------------
+# Leases ------------------------------------------------------------------------------------------
 
 
 def test_leased_moving_or_absent_group_is_not_host_leased() -> None:
     planner, _ = with_planner(THREE, a=5)
-    assert not planner.lease_on_host("a", HostAccess.READ), "it is not there"
+    assert not planner.lease_on_host("a", HostAccess.READ), "it is not resident"
     planner.demand("a")
     planner.demand_on_host("a", HostAccess.READ)
     assert not planner.lease_on_host("a", HostAccess.READ), "it is on its way"
@@ -200,10 +200,10 @@ def test_leased_moving_or_absent_group_is_not_host_leased() -> None:
     assert not planner.lease_on_host("a", HostAccess.READ), "it is on its way further up"
     planner.arrive("a", Tier.HOST, Tier.DEVICE)
     assert planner.lease("a", Access.READ)
-    assert not planner.lease_on_host("a", HostAccess.READ), "it is lent"
+    assert not planner.lease_on_host("a", HostAccess.READ), "it is leased"
     planner.release("a", Access.READ)
     assert planner.lease_on_host("a", HostAccess.READ)
-    assert not planner.lease_on_host("a", HostAccess.READ), "it is held already"
+    assert not planner.lease_on_host("a", HostAccess.READ), "it already has a host lease"
 
 
 @pytest.mark.parametrize("purpose", HostAccess)
@@ -230,7 +230,7 @@ def test_permanent_host_lease_makes_demand_fail_at_once(purpose: HostAccess, wai
     planner.release_on_host("a")
     hold(planner, "b")
     planner.claim("d", 5)
-    assert planner.error_of("d") is None, "b comes back, and is counted right"
+    assert planner.error_of("d") is None, "b will be released, and is counted right"
     planner.release_on_host("b")
     assert planner.error_of("d") is not None
 
@@ -250,9 +250,9 @@ def test_device_copy_of_permanently_held_group_is_leased() -> None:
     planner.demand("a")
     planner.arrive("a", Tier.HOST, Tier.DEVICE)
     planner.claim("c", 5)
-    assert planner.error_of("c") is None, "who demanded a is about to wake up"
+    assert planner.error_of("c") is None, "the waiter for a is about to wake up"
     assert planner.lease("a", Access.READ)
-    assert planner.error_of("c") is None, "and has it now"
+    assert planner.error_of("c") is None, "the waiter has a now"
     planner.release("a", Access.READ)
     assert planner.error_of("c") is not None
 
@@ -261,7 +261,7 @@ def test_host_leased_group_is_not_evicted_until_released() -> None:
     planner, _ = with_planner(TWO, a=15, b=10)
     hold(planner, "a")
     planner.demand("b")
-    assert planner.instructions() == [], "a is held"
+    assert planner.instructions() == [], "a has a host lease"
     planner.release_on_host("a")
     assert planner.instructions() == [
         Drop("a", 15, Tier.HOST),
@@ -291,7 +291,9 @@ def test_host_lease_counts_as_a_use() -> None:
         planner.release_on_host(key)
     planner.claim("d", 20)
     assert [i.group for i in planner.instructions() if isinstance(i, Drop)] == ["b", "c", "a"]
-    assert [schedule.steps_until(key) for key in "bca"] == [1, 2, 3], "an order like any other"
+    assert [schedule.steps_until(key) for key in "bca"] == [1, 2, 3], (
+        "host leases are learned like other uses"
+    )
 
 
 def test_compute_time_after_host_lease_is_measured() -> None:
@@ -316,7 +318,7 @@ def test_host_lease_of_prefetched_group_uses_it(is_used: bool) -> None:
     for key in "ab":
         planner.expect([key], Tier.HOST)
         planner.arrive(key, Tier.DISK, Tier.HOST)
-        planner.offload(key)  # it is not expected any more
+        planner.offload(key)  # it is no longer expected
     planner.instructions()
     if is_used:
         hold(planner, "a")
@@ -332,14 +334,14 @@ def test_unscheduled_group_is_neither_learned_nor_expected() -> None:
     planner.expect(["g"])
     assert schedule.known.prefetched_count() == 1
     hold(planner, "g")
-    assert schedule.known.prefetched_count() == 0, "it has come"
+    assert schedule.known.prefetched_count() == 0, "it has arrived"
     planner.release_on_host("g")
     for _ in range(3):
         hold(planner, "a")
         planner.release_on_host("a")
         hold(planner, "g")
         planner.release_on_host("g")
-    assert schedule.learning, "one group after another was never seen"
+    assert schedule.learning, "a use of g broke the learned order"
 
 
 def test_host_lease_prefetches_the_next_group() -> None:
@@ -348,7 +350,7 @@ def test_host_lease_prefetches_the_next_group() -> None:
     assert planner.instructions() == [Copy("b", 5, Tier.DISK, Tier.HOST, urgent=False)]
 
 
-# Putting away ------------------------------------------------------------------------------------
+# Flushing ----------------------------------------------------------------------------------------
 
 
 @BOTH
@@ -359,7 +361,7 @@ def test_flush_leaves_only_the_disk_copy(budgets: Budgets) -> None:
     land_all(world)
     assert waiter is not None and world.wake(waiter)
     world.put_away(key)
-    assert world.planner.residence(key) == (world.planner.top, Tier.DISK), "it is lent"
+    assert world.planner.residence(key) == (world.planner.top, Tier.DISK), "it is leased"
     world.release(waiter)
     assert world.planner.residence(key) == (Tier.DISK,)
     world.finish()
@@ -412,17 +414,17 @@ def test_flushed_group_is_not_expected() -> None:
     planner.release_memory("a")
     assert schedule.known.prefetched_count() == 0
     planner.release_on_host("b")
-    assert planner.instructions() == [], "nobody hopes for it"
+    assert planner.instructions() == [], "it is no longer expected"
 
 
 def test_arriving_counts_only_copies_above_the_disk() -> None:
     planner, _ = with_planner(THREE, a=5)
     planner.demand_on_host("a", HostAccess.READ)
-    assert planner.arriving("a"), "one of its copies is there, one is on its way"
+    assert planner.arriving("a"), "one copy is resident and one is arriving"
     planner.arrive("a", Tier.DISK, Tier.HOST)
     assert not planner.arriving("a")
     planner.demand_on_host("a", HostAccess.UPDATE)
     assert planner.lease_on_host("a", HostAccess.UPDATE)
     planner.release_on_host("a")
     planner.save("a")
-    assert not planner.arriving("a"), "it goes down"
+    assert not planner.arriving("a"), "it moves down"

@@ -1,7 +1,7 @@
-"""Plans with one fault each: `verify` has to notice every one of them.
+"""Plans with one fault each: `verify` must notice every one.
 
-Each fault is put into plans of many loops. It need not matter in all of them (a wait may be longer
-than it has to be), but where it can be seen by hand that it does, it is noticed.
+Each fault is put into the plans of many loops. It may be harmless in some of them (a wait may be
+longer than needed), but where inspection by hand shows harm, it is noticed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def with_tier(plan: LoopPlan, level: int, tier: TierPlan) -> LoopPlan:
 def with_copies(
     plan: LoopPlan, level: int, change: Callable[[int, TileCopy], TileCopy]
 ) -> LoopPlan:
-    """Other copies, and `released` as these say."""
+    """Return the plan with other copies, and a matching or given `released`."""
     tier = plan.tiers[level]
     copies = tuple(change(number, copy) for number, copy in enumerate(tier.copies))
     afters = [copy.after for copy in copies]
@@ -47,39 +47,39 @@ def with_steps(plan: LoopPlan, change: Callable[[int, PlannedStep], PlannedStep]
 
 
 def one_arrival_less(plan: LoopPlan) -> LoopPlan | None:
-    """A step does not wait for the last of its tiles."""
+    """Make a step not wait for the last of its tiles."""
     return with_steps(plan, lambda _, step: replace(step, arrivals=max(step.arrivals - 1, 0)))
 
 
 def freed_a_step_early(plan: LoopPlan) -> LoopPlan | None:
-    """A copy waits for one step too early to reuse its space."""
+    """Make a copy reuse its space one step too early."""
     return with_copies(plan, 0, lambda _, copy: replace(copy, after=copy.after - 1))
 
 
 def event_of_the_pass_before(plan: LoopPlan) -> LoopPlan | None:
-    """A copy waits for the right step of the wrong pass."""
+    """Make a copy wait for the right step of the wrong pass."""
     steps = len(plan.steps)
     return with_copies(plan, 0, lambda _, copy: replace(copy, after=copy.after - steps))
 
 
 def event_of_the_pass_after(plan: LoopPlan) -> LoopPlan | None:
-    """A copy waits for a step that waits for the copy."""
+    """Make a copy wait for a step that waits for the copy."""
     steps = len(plan.steps)
     return with_copies(plan, 0, lambda _, copy: replace(copy, after=copy.after + steps))
 
 
 def ring_slot_freed_early(plan: LoopPlan) -> LoopPlan | None:
-    """A read overwrites a tile in host memory that has not gone up yet."""
+    """Let a read overwrite a tile in host memory that has not moved up yet."""
     return with_copies(plan, 1, lambda _, copy: replace(copy, after=copy.after - 1))
 
 
 def read_not_awaited(plan: LoopPlan) -> LoopPlan | None:
-    """A copy to the device does not wait for the disk."""
+    """Make a copy to the device not wait for the disk."""
     return with_copies(plan, 0, lambda _, copy: replace(copy, source_ready=None))
 
 
 def read_of_the_pass_before(plan: LoopPlan) -> LoopPlan | None:
-    """A copy to the device waits for what the disk has read in the pass before."""
+    """Make a copy to the device wait for the disk's read of the previous pass."""
     reads = len(plan.tiers[1].copies)
 
     def change(_: int, copy: TileCopy) -> TileCopy:
@@ -90,14 +90,14 @@ def read_of_the_pass_before(plan: LoopPlan) -> LoopPlan | None:
 
 
 def address_off_by_a_page(plan: LoopPlan) -> LoopPlan | None:
-    """A step looks for its groups in the wrong place."""
+    """Make a step look for its groups in the wrong place."""
     return with_steps(
         plan, lambda _, step: replace(step, addresses=tuple(a + PAGE for a in step.addresses))
     )
 
 
 def source_off_by_a_page(plan: LoopPlan) -> LoopPlan | None:
-    """A copy to the device reads from the wrong place."""
+    """Make a copy to the device read from the wrong place."""
 
     def change(_: int, copy: TileCopy) -> TileCopy:
         return copy if copy.source is None else replace(copy, source=copy.source + PAGE)
@@ -106,7 +106,7 @@ def source_off_by_a_page(plan: LoopPlan) -> LoopPlan | None:
 
 
 def last_copy_left_out(plan: LoopPlan) -> LoopPlan | None:
-    """A pass fetches a tile less than its steps use."""
+    """Make a pass fetch a tile less than its steps use."""
     tier = plan.top
     last = len(tier.copies) - 1
     released = tuple(min(count, last) for count in tier.released)
@@ -114,42 +114,42 @@ def last_copy_left_out(plan: LoopPlan) -> LoopPlan | None:
 
 
 def resident_left_out(plan: LoopPlan) -> LoopPlan | None:
-    """A group that has to be there before the first pass is missing."""
+    """Omit a group that must be resident before the first pass."""
     return with_tier(plan, 0, replace(plan.top, start=plan.top.start[1:]))
 
 
 def residents_overlap(plan: LoopPlan) -> LoopPlan | None:
-    """Two groups that stay have a page in common."""
+    """Give two resident groups a page in common."""
     first, second, *others = plan.top.start
     second = replace(second, address=first.address + first.nbytes - PAGE)
     return with_tier(plan, 0, replace(plan.top, start=(first, second, *others)))
 
 
 def resident_in_both_memories(plan: LoopPlan) -> LoopPlan | None:
-    """Host memory has a copy of a group that stays on the device permanently."""
+    """Give host memory a copy of a group that stays on the device permanently."""
     extra = replace(plan.top.start[0], address=plan.tiers[1].start[-1].address)
     return with_tier(plan, 1, replace(plan.tiers[1], start=(*plan.tiers[1].start[:-1], extra)))
 
 
 def copies_in_another_order(plan: LoopPlan) -> LoopPlan | None:
-    """The first copy of a pass comes last."""
+    """Move the first copy of a pass to its end."""
     tier = plan.top
     return with_tier(plan, 0, replace(tier, copies=(*tier.copies[1:], tier.copies[0])))
 
 
 def released_too_early(plan: LoopPlan) -> LoopPlan | None:
-    """The counts that are followed are not those of the copies."""
+    """Make the released counts disagree with the copies."""
     released = tuple(count + 1 for count in plan.top.released)
     return with_tier(plan, 0, replace(plan.top, released=released))
 
 
 def ring_a_tile_too_large(plan: LoopPlan) -> LoopPlan | None:
-    """The device takes a tile more than its budget."""
+    """Make the device's ring exceed its budget by a tile."""
     return with_tier(plan, 0, replace(plan.top, nbytes=plan.top.nbytes + 3 * TILE))
 
 
 def address_outside(plan: LoopPlan) -> LoopPlan | None:
-    """A copy is written to bytes outside the range that the plan declares."""
+    """Write a copy outside the range that the plan declares."""
     return with_tier(plan, 0, replace(plan.top, nbytes=plan.top.nbytes - PAGE))
 
 
@@ -200,7 +200,7 @@ def test_verify_seeded_fault_raises(name: str, mutant: Mutant) -> None:
 
 
 SINGLE = [one_arrival_less, freed_a_step_early, ring_slot_freed_early, read_not_awaited]
-"""Faults that are noticed wherever they occur by themselves."""
+"""Faults that are noticed wherever each occurs alone."""
 
 
 @pytest.mark.parametrize("level", [0, 1])
@@ -212,7 +212,7 @@ def test_verify_one_wait_too_short_raises(level: int) -> None:
     for number, copy in enumerate(copies):
         before = copies[number - 1].after - (0 if number else len(plan.tiers[level].released))
         if copy.after == before:
-            continue  # it waits in a row for the same user
+            continue  # it waits several times in a row for the same user
 
         def change(here: int, each: TileCopy, number: int = number) -> TileCopy:
             return replace(each, after=each.after - 1) if here == number else each
@@ -224,7 +224,7 @@ def test_verify_one_wait_too_short_raises(level: int) -> None:
 
 
 def test_verify_budget_too_small_raises() -> None:
-    """A tile less than the plan takes, on each tier."""
+    """Give each tier a tile less than the plan takes."""
     plan = planned("plain")
     for tier in plan.tiers:
         budgets: dict[Tier, int | None] = {**BUDGETS, tier.tier: tier.nbytes}

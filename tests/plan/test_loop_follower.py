@@ -1,4 +1,4 @@
-"""A follower of random plans, with memory in which every byte is looked at."""
+"""A follower of random plans, with memory in which every byte is checked."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ UNIT = PAGE // 4
 
 
 class Machine:
-    """Tiers as arrays, and copies that take as long as chance will have it.
+    """Tiers as arrays, and copies that take random times.
 
-    The value of an element is its group and its place in the group. A copy under way has broken its
-    target; it reads its source when it ends.
+    The value of an element is its group and its place in the group. A copy under way has destroyed
+    its target; it reads its source when it ends.
     """
 
     def __init__(self, plan: LoopPlan, chance: random.Random) -> None:
@@ -69,7 +69,7 @@ class Machine:
         return True
 
     def run_step(self) -> bool:
-        """Run the next step if it may. Asserts that it finds its groups, before and after."""
+        """Run the next step if possible. Asserts that its groups are there, before and after."""
         follower = self.follower
         if follower.ended[0] < follower.arrivals:
             return False
@@ -79,7 +79,7 @@ class Machine:
             for group, address in zip(step.groups, planned.addresses, strict=True):
                 nbytes = self.plan.loop.sizes[group]
                 found = self.memory[0][address // UNIT :][: nbytes // UNIT]
-                assert (found == self.value(group, 0, nbytes)).all(), f"group {group} is not there"
+                assert (found == self.value(group, 0, nbytes)).all(), f"group {group} is absent"
             self.do_something(5)
         follower.step_ended()
         return True
@@ -97,7 +97,7 @@ class Machine:
             self.run_step()
             after = (self.follower.steps, *self.follower.begun, *self.follower.ended)
             stuck = stuck + 1 if before == after else 0
-            assert stuck < 1000, "nothing may begin any more"
+            assert stuck < 1000, "no copy may begin after the end"
 
 
 def plans(count: int) -> list[tuple[int, Case, LoopPlan]]:
@@ -115,7 +115,7 @@ def test_follower_in_any_interleaving_finds_every_group() -> None:
 
 
 def test_follower_reads_ahead_into_the_next_pass() -> None:
-    """It begins copies of the next pass as soon as their room is free."""
+    """Begin copies of the next pass as soon as their space is free."""
     ahead = 0
     for _, _, plan in plans(60):
         machine = Machine(plan, random.Random(0))
@@ -135,7 +135,7 @@ def test_follower_reads_ahead_into_the_next_pass() -> None:
 def test_follower_of_a_broken_plan_reports_it(
     mutant: Callable[[LoopPlan], LoopPlan | None],
 ) -> None:
-    """The control: the machine sees what a wrong plan does."""
+    """Check the control: the machine notices a wrong plan."""
     noticed = 0
     for seed, _, plan in plans(60):
         if len(plan.tiers) == 2 and all(tier.copies for tier in plan.tiers):

@@ -1,4 +1,4 @@
-"""Facts of a plan: its ways, its bytes, and the groups that are missing before the first pass."""
+"""Facts of a plan: its hops, its bytes, and the groups missing before the first pass."""
 
 from __future__ import annotations
 

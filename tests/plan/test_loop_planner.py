@@ -1,4 +1,4 @@
-"""The plan of a loop: right whatever the loop and the budgets, and near what can be reached."""
+"""The plan of a loop is right for any loop and budgets, and near the optimum."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGES = plain([[4, 4, 4]] * 12)
 
 
 def planned(loop: Loop, budgets: dict[Tier, int | None], tile: int = 2 * PAGE) -> LoopPlan:
-    """A plan, and it keeps its promises."""
+    """Return a plan after checking its promises."""
     plan = plan_loop(loop, budgets, SPEED, tile)
     assert plan is not None
     verify(plan, budgets)
@@ -44,14 +44,14 @@ def test_plans_of_random_loops_keep_their_promises() -> None:
         if plan is not None:
             verify(plan, case.budgets)
             kinds.add((len(plan.tiers), *(bool(tier.copies) for tier in plan.tiers)))
-    assert len(kinds) == 5, "of every kind: on two tiers or three, with and without copies"
+    assert len(kinds) == 5, "the loops lack a kind: two or three tiers, with or without copies"
 
 
 def test_plan_that_fits_moves_nothing() -> None:
     plan = planned(PAGES, with_device(144, 1))
     assert [tier.copies for tier in plan.tiers] == [(), ()]
     assert plan.top.nbytes == 144 * PAGE
-    assert plan.tiers[1].nbytes == 0, "what stays on the device has no copy in host memory"
+    assert plan.tiers[1].nbytes == 0, "groups that stay on the device have no copy in host memory"
     assert seconds_per_pass(plan, [1.0, 1.0]) == pytest.approx(PAGES.seconds)
 
 
@@ -61,7 +61,7 @@ def test_plan_of_a_unit_above_the_budget_is_none(pages: int) -> None:
 
 
 def test_plan_reads_missing_bytes_and_a_ring() -> None:
-    """When the disk is the bottleneck, all memory is full but for the rings."""
+    """Fill all memory except the rings when the disk is the bottleneck."""
     plan = planned(PAGES, with_device(60, 40))
     rings = 2 * 12 + 4 * 2  # two units, and four tiles
     assert 44 * PAGE <= plan.bytes_read <= (44 + rings) * PAGE
@@ -77,7 +77,7 @@ def test_plan_without_a_device_reads_into_host_memory() -> None:
 
 
 def test_plan_spreads_fetches_evenly() -> None:
-    """No unit fetches a group more than another does."""
+    """Check that no unit fetches a group more than another."""
     plan = planned(PAGES, with_device(84, 200))
     fetched = [0] * 12
     for group in {copy.group for copy in plan.top.copies}:
@@ -86,7 +86,7 @@ def test_plan_spreads_fetches_evenly() -> None:
 
 
 def test_plan_of_long_steps_fetches_during_them() -> None:
-    """Copies move while a step computes, so the long steps fetch the more."""
+    """Fetch more during the long steps, because copies move while a step computes."""
     steps = [Step(s.unit, s.groups, 0.4 if n % 2 else 0.02) for n, s in enumerate(PAGES.steps)]
     plan = planned(Loop(tuple(steps), PAGES.sizes), with_device(100, 200))
     of_long = sum(copy.group // 3 % 2 for copy in plan.top.copies)
@@ -101,7 +101,7 @@ def test_backward_pass_reuses_the_last_groups_of_forward() -> None:
 
 
 def test_phases_that_fit_alone_read_once_each() -> None:
-    """Two models, four passes each, of which memory has room for one and a half."""
+    """Plan two models, four passes each, where memory has space for one and a half."""
     half = len(PAGES.steps) // 2
     steps = (*PAGES.steps[:half] * 4, *PAGES.steps[half:] * 4)
     plan = planned(Loop(steps, PAGES.sizes), on_host(108))
@@ -124,7 +124,7 @@ def test_group_in_host_memory_stays_whole() -> None:
 
 
 def test_large_groups_pass_through_a_small_ring() -> None:
-    """Only tiles of them are in host memory on their way to the device."""
+    """Keep only tiles of them in host memory, on their way to the device."""
     plan = planned(plain([[9]] * 8), with_device(45, 4), tile=PAGE)
     assert plan.top.copies
     assert plan.tiers[1].nbytes <= 4 * PAGE
@@ -132,7 +132,7 @@ def test_large_groups_pass_through_a_small_ring() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, 0.001, 0.05, 1.0])
 def test_rings_leave_half_of_each_budget(seconds: float) -> None:
-    """Even if larger ones would even out more."""
+    """Check this even where larger rings would balance more."""
     steps = [Step(s.unit, s.groups, seconds * (n % 4)) for n, s in enumerate(PAGES.steps)]
     for device, host in [(60, 40), (80, 20), (100, 44)]:
         plan = planned(Loop(tuple(steps), PAGES.sizes), with_device(device, host))
@@ -165,7 +165,7 @@ def test_plan_is_deterministic() -> None:
 
 
 def test_released_copies_have_free_space() -> None:
-    """Copies run ahead into the next pass, and never by more than the ring."""
+    """Let copies run ahead into the next pass, and never by more than the ring."""
     plan = planned(PAGES, with_device(60, 200))
     released, count = plan.top.released, len(plan.top.copies)
     assert all(a <= b for a, b in itertools.pairwise(released))
@@ -197,7 +197,7 @@ def test_ring_turns_in_even_rounds(sizes: list[int], room: int, offsets: list[in
 
 
 def test_plan_clock_is_that_of_its_slowest_part() -> None:
-    """One unit at a time passes through the memory: reading and computing take turns."""
+    """Pass one unit at a time through memory: reading and computing take turns."""
     loop = plain([[4]] * 3, seconds=1.0)
     plan = planned(loop, on_host(4), tile=PAGE)
     clock = PlanClock(plan, [4.0 * PAGE])

@@ -1,4 +1,4 @@
-"""When a row of steps is known to repeat."""
+"""Recognition of a repeating sequence of steps."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_period_left_yields_to_a_longer_one() -> None:
     assert recorder.period() == 4
     for key in [*ENCODER, *BLOCKS * 4]:
         recorder.note((key,))
-    assert recorder.period() == 4, "as long as nobody left it"
+    assert recorder.period() == 4, "as long as the period goes on"
     recorder.left(4, repeated=8)
     assert recorder.period() == len(whole)
 
@@ -71,7 +71,7 @@ def test_period_repeated_longer_is_found_again() -> None:
 def test_steps_of_long_ago_are_forgotten() -> None:
     recorder = recorded([*OTHER, *BLOCKS * 1000], most=8)
     assert recorder.period() == 4
-    for key in [f"x{n}" for n in range(9)] * 4:  # a period that is longer than any may be
+    for key in [f"x{n}" for n in range(9)] * 4:  # a period above the longest allowed
         recorder.note((key,))
     assert recorder.period() == 0
 

@@ -17,7 +17,7 @@ SIZES = (0, 1, 2, 4, 8)
 
 
 class Borrowing(History):
-    """Now and then, somebody borrows memory, more or less of it, or gives it back."""
+    """Now and then takes memory outside of copies, changes the amount, or returns it."""
 
     def __init__(self, seed: int, policy: str) -> None:
         self.seen: Counter[str] = Counter()
@@ -38,7 +38,7 @@ class Borrowing(History):
             self.seen["made room" if dropped else "had room"] += 1
         self.seen["there was no room"] += not carved_out
         self.seen["gave back"] += nbytes < before
-        assert carved_out or nbytes > before, "it takes no room to give some back"
+        assert carved_out or nbytes > before, "returning memory needs no space"
 
     def give_back(self) -> None:
         for tier, nbytes in self.world.books.carved_out.items():
@@ -64,7 +64,7 @@ def test_memory_lease_in_random_histories_keeps_every_promise(policy: str) -> No
 
 
 def filled(count: int, budget: int) -> tuple[World, list[GroupId]]:
-    """Groups of 4 bytes that were used on the device, one after the other."""
+    """Return groups of 4 bytes that were used on the device, one after another."""
     world = World({Tier.DEVICE: budget, Tier.HOST: 100, Tier.DISK: None})
     keys = [world.register(4) for _ in range(count)]
     for key in keys:
@@ -107,7 +107,9 @@ def test_waiter_proceeds_when_memory_is_returned() -> None:
     assert waiter is not None
     land_all(world)
     assert not world.wake(waiter)
-    assert world.planner.error_of(keys[0]) is None, "it does not wait for ever"
+    assert world.planner.error_of(keys[0]) is None, (
+        "the demand failed although memory may be returned"
+    )
     assert world.carve_out(Tier.DEVICE, 0)
     land_all(world)
     assert world.wake(waiter)

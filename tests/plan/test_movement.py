@@ -1,4 +1,4 @@
-"""The next move of each group, by hand: fetches, evictions, and what each waits for."""
+"""The next move of each group, worked out by hand: fetches, evictions, and their causes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_demand_is_fetched_before_prefetches() -> None:
     register(planner, "hope", 2)
     planner.demand("a")
     planner.expect(["hope"])
-    assert told(planner) == [], "there would be room for the hope"
+    assert told(planner) == [], "the prefetch took space, which a demand waits for"
     planner.release("lent", Access.READ)
     assert told(planner) == ["lent leaves DEVICE", "a: HOST to DEVICE!", "hope: DISK to HOST"]
 
@@ -102,7 +102,7 @@ def test_prefetch_resumes_after_another_failed() -> None:
     planner.expect(["a", "b"])
     assert told(planner) == ["a: DISK to HOST"]
     planner.fail("a", DISK, HOST, OSError())
-    assert told(planner) == ["a leaves HOST", "b: DISK to HOST"], "it is not tried again"
+    assert told(planner) == ["a leaves HOST", "b: DISK to HOST"], "a failed prefetch is not retried"
 
 
 @pytest.mark.parametrize(("host", "device"), [(40, 5), (5, 40)])
@@ -193,7 +193,7 @@ def test_prefetched_unused_copies_take_half_the_budget_at_most() -> None:
     for key in "ab":
         planner.expect([key], HOST)
         planner.arrive(key, DISK, HOST)
-        planner.offload(key)  # it is not expected any more
+        planner.offload(key)  # it is no longer expected
     told(planner)
     planner.expect(["c"], HOST)
     assert told(planner) == []
@@ -228,7 +228,7 @@ class Counted(LearnedOrder):
 
 @pytest.mark.parametrize("waits_for", ["nothing", "a put", "a demand"])
 def test_prefetch_search_without_changes_is_skipped(waits_for: str) -> None:
-    """Looking ahead costs most of a step."""
+    """Check this because looking ahead costs most of a step."""
     schedule = Counted()
     planner = driver_of({DEVICE: 10, HOST: 10, DISK: None}, ByName(), schedule)
     register(planner, "a", 5)
@@ -255,7 +255,7 @@ def test_prefetch_half_way_proceeds_before_its_slot_is_needed() -> None:
     planner.expect(["a"])
     planner.demand("b")
     assert told(planner) == ["a: DISK to HOST"]
-    assert planner.used[DEVICE] == 5, "room for b is set aside"
+    assert planner.used[DEVICE] == 5, "space for b is reserved"
     planner.arrive("a", DISK, HOST)
     assert told(planner) == ["a: HOST to DEVICE"]
     planner.arrive("a", HOST, DEVICE)
@@ -289,7 +289,7 @@ WANTS = [requests_device_space, wants_to_put, wants_to_hold, wants_to_save, want
 
 @pytest.mark.parametrize("want", WANTS, ids=lambda want: want.__name__)
 def test_prefetch_half_way_is_dropped_for_a_waiter(want: Callable[[Planner], None]) -> None:
-    """As in the test before, but a caller already waits for the slot."""
+    """Do as in the previous test, but with a caller that already waits for the slot."""
     planner = planner_of(100, 100)
     change(planner, "changed", 1)
     hold(planner, "held", 95)
@@ -306,7 +306,7 @@ def test_prefetch_half_way_is_dropped_for_a_waiter(want: Callable[[Planner], Non
 
 
 def test_device_space_is_kept_while_its_bytes_are_half_way() -> None:
-    """A repeated request finds the space reserved. Without one, the copy is evicted."""
+    """Repeat the request, which finds the space reserved. Without it, the copy is evicted."""
     planner = planner_of(5, 5)
     register(planner, "a", 5)
     planner.demand("a")
@@ -404,7 +404,7 @@ def test_offload_during_a_save_frees_space() -> None:
 
 @pytest.mark.parametrize("again", ["demand", "prefetch", "fetch"])
 def test_evicted_group_requested_again_keeps_its_host_copy(again: str) -> None:
-    """It is being saved, because a put needed its space."""
+    """Save a group because a put needs its space, and request it again."""
     planner = planner_of(5, 5)
     put(planner, "a", 5)
     planner.claim("b", 5, use_order=UseOrder.PREFETCHED)

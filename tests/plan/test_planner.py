@@ -1,4 +1,4 @@
-"""The planner on plain names: what it reads, what it evicts, and that `check` can fail."""
+"""The planner on plain names: its reads and evictions, and proof that `check` can fail."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_clean_copy_is_never_copied_down(name: str) -> None:
 
 
 class EvictsTheSoonest(RankingPolicy):
-    """The worst of all policies."""
+    """Evicts the group that is needed soonest."""
 
     def victims(self, tier: Tier, rival: GroupId | None) -> Iterator[GroupId]:
         return iter(list(super().victims(tier, None))[::-1])
@@ -82,7 +82,7 @@ class EvictsTheSoonest(RankingPolicy):
 def prefetches_and_victims(
     policy: type[RankingPolicy], patch: Callable[[Driver], None] = lambda planner: None
 ) -> list[tuple[float, float]]:
-    """For each prefetch that evicted something: uses until it is needed, and until its victim."""
+    """Return, for each prefetch that evicted a group, the uses until it and until its victim."""
     schedule = LearnedOrder()
     planner = driver_of(budgets_of(1000, None), policy(FarthestNextUse(schedule)), schedule)
     patch(planner)
@@ -92,7 +92,7 @@ def prefetches_and_victims(
     pairs: list[tuple[float, float]] = []
 
     def carry() -> None:
-        for _ in range(20):  # without its protections, a planner may go on for ever
+        for _ in range(20):  # without its protections, a planner may never stop
             batch = planner.instructions()
             victims = [i.group for i in batch if isinstance(i, Drop)]
             hopes = [i for i in batch if isinstance(i, Copy)]
@@ -115,7 +115,7 @@ def prefetches_and_victims(
 @pytest.mark.parametrize("policy", [RankingPolicy, EvictsTheSoonest])
 def test_prefetch_never_evicts_a_group_needed_sooner(policy: type[RankingPolicy]) -> None:
     pairs = prefetches_and_victims(policy)
-    assert len(pairs) > 20, "hardly any prefetch evicted anything"
+    assert len(pairs) > 20, "too few prefetches evicted a group"
     assert all(victim > hope for hope, victim in pairs)
 
 
@@ -138,10 +138,10 @@ def test_prefetch_failure_is_raised_once_by_the_acquire() -> None:
     key = world.register(5)
     world.prefetch([key])
     world.fail(world.books.moving[0])
-    assert not world.books.moving, "a failed prefetch is not tried again by itself"
+    assert not world.books.moving, "a failed prefetch is not retried by itself"
     waiter = world.demand(key)
     assert waiter is not None
-    assert not world.books.moving, "the error is there to be told"
+    assert not world.books.moving, "the error must be raised first"
     assert world.wake(waiter)
     assert [type(error) for _, error in world.errors] == [InjectedError]
     again = world.demand(key)
@@ -192,11 +192,15 @@ def test_activations_taken_while_they_fit_are_never_written() -> None:
 
 
 def test_space_for_a_group_may_cost_its_source_copy() -> None:
-    """It is saved room for another group, which had to be saved to make room for this one."""
+    """Free space for a group by dropping its own source copy.
+
+    It had been saved to free space for another group, which had to be saved to free space for this
+    one.
+    """
     world = World({Tier.DEVICE: 5, Tier.HOST: 4, Tier.DISK: None}, "lru")
     changed = put(world, 1)
-    use(world, changed, Access.UPDATE)  # is on the device only
-    use(world, world.register(4), Access.READ)  # is in host memory as well, until the next comes
+    use(world, changed, Access.UPDATE)  # is only on the device
+    use(world, world.register(4), Access.READ)  # is also in host memory, until the next arrives
     wanted = put(world, 4)
     world.save(wanted)
     world.deliver(world.books.moving[0])
@@ -224,7 +228,10 @@ def use(world: World, key: GroupId, access: Access) -> None:
 
 
 def busy_planner() -> Driver:
-    """`read` is leased, `changed` is being changed, `held` is held, `idle` lies on both tiers."""
+    """Return a planner: `read` is leased, `changed` is being changed, and so on.
+
+    `held` has a host lease, and `idle` is on both tiers.
+    """
     schedule = LearnedOrder()
     planner = driver_of(budgets_of(100, None), policy_named("lru", schedule), schedule)
     for key, access in (("read", Access.READ), ("changed", Access.UPDATE), ("idle", Access.READ)):

@@ -1,4 +1,4 @@
-"""Policies: their rankings, and what they miss against an exact optimum (Belady, 1966)."""
+"""Policies: their rankings, and their misses against an exact optimum (Belady, 1966)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def misses(trace: Sequence[str], room: int, policy: str) -> int:
 
 
 def fewest_misses(trace: Sequence[str], room: int) -> int:
-    """The optimum, knowing the future: evict what is used farthest ahead."""
+    """Return the misses of the optimum, which knows the future and evicts the farthest use."""
     here: set[str] = set()
     missed = 0
     for now, key in enumerate(trace):
@@ -66,7 +66,7 @@ def next_use(trace: Sequence[str], key: str, now: int) -> float:
 
 
 def test_optimum_is_belady() -> None:
-    # a b c with room for 2: a, b, c miss (c replaces b), a hits, b misses (replaces a), c hits.
+    # a b c with space for 2: a, b, c miss (c replaces b), a hits, b misses (replaces a), c hits.
     assert fewest_misses(["a", "b", "c", "a", "b", "c"], 2) == 4
 
 
@@ -92,7 +92,7 @@ def test_next_use_two_alternating_experts_reads_the_optimum() -> None:
 
 
 def test_lru_oversized_cycle_misses_everything() -> None:
-    """The control: on these traces it takes more than any policy to come near the optimum."""
+    """Check the control: on these traces only some policies come near the optimum."""
     trace, room = TRACES["cycle, half"]
     assert misses(trace, room, "lru") == len(trace)
     assert misses(trace, room, "lru") > 1.5 * fewest_misses(trace, room)
@@ -124,7 +124,7 @@ def test_key_keeps_its_rank_while_any_tier_holds_it() -> None:
 def learned_cycle(
     present: str, schedule: LearnedOrder | None = None, tiers: Iterable[Tier] = TIERS.values()
 ) -> RankingPolicy:
-    """After two passes over a, b, c, d, e: a comes next. `present` are on the host."""
+    """Return a policy after two passes over a, b, c, d, e: a is next. `present` are on the host."""
     schedule = LearnedOrder() if schedule is None else schedule
     policy = RankingPolicy(FarthestNextUse(schedule), tiers)
     for key in present:
@@ -152,7 +152,7 @@ def test_prefetch_evicts_only_keys_needed_much_later() -> None:
 
 
 def twice_there(policy: RankingPolicy, on_host: str, saved: Tier = Tier.DISK) -> RankingPolicy:
-    """All but c are on the device and on disk; `on_host` are in host memory, too."""
+    """Return the policy with all but c on the device and on disk, and `on_host` in host memory."""
     for key in "abde":
         policy.admitted(GroupId(key, 1), Tier.DEVICE)
         policy.admitted(GroupId(key, 1), saved)
@@ -162,7 +162,7 @@ def twice_there(policy: RankingPolicy, on_host: str, saved: Tier = Tier.DISK) ->
 
 
 def test_host_copy_of_device_resident_group_goes_first() -> None:
-    """e, d and b are the next to leave the device: they keep their copies for longer than a."""
+    """Keep host copies of e, d and b, which leave the device next, for longer than that of a."""
     policy = twice_there(learned_cycle(""), "abcde")
     assert names(policy.victims(Tier.HOST, None)) == ["a", "e", "d", "c", "b"]
 
@@ -183,7 +183,7 @@ def test_host_copy_backed_by_a_lower_tier_goes_early() -> None:
 
 
 def test_device_prefers_to_evict_groups_in_host_memory() -> None:
-    """b comes in 2 uses and e in 5, but b is only a link away, where e must be read from disk."""
+    """Evict b, whose next use comes in 2 uses, but which is a link away; e is 5 away, on disk."""
     policy = twice_there(learned_cycle(""), "b")
     assert names(policy.victims(Tier.DEVICE, None)) == ["b", "e", "d", "a"]
 
@@ -195,7 +195,7 @@ def test_three_device_copies_are_about_to_leave() -> None:
 
 
 def test_link_speed_is_four_times_the_disks() -> None:
-    """a comes in 1 use, and the host has it too: as if in 4. That is before e, and after c."""
+    """Use a in 1 use; as the host has it too, it counts as 4: before e, and after c."""
     policy = twice_there(learned_cycle(""), "a")
     policy.dropped(GroupId("d", 1), Tier.DEVICE)
     policy.admitted(GroupId("c", 1), Tier.DEVICE)

@@ -1,7 +1,7 @@
-"""Policies against a slow one that sorts by what their descriptions say.
+"""Policies against a slow reference that sorts by their descriptions.
 
-The reference keeps sets and looks at every copy anew. It asks the schedule one question only: how
-many uses ahead a group is expected.
+The reference keeps sets and evaluates every copy each time. It asks the schedule only how many uses
+ahead a group is expected.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class Reference:
         return settled, False, float(f"{times * away:.9g}"), age
 
     def is_below(self, key: GroupId) -> bool:
-        """Return whether the disk only caches it."""
+        """Return whether the disk is only a cache of it."""
         return any(key in self.on[tier] for tier in self.below)
 
     def settled(self, key: GroupId, on: Tier = Tier.DEVICE) -> bool:
-        """Return whether it stays on a tier, where the three missed least are leaving."""
+        """Return whether it is settled on a tier; the three copies missed least are not."""
         staying = sorted(self.on[on], key=self.value)[:-3]
         saved = any(key in groups for tier, groups in self.on.items() if tier.persistent)
         return key in staying and saved
@@ -156,7 +156,7 @@ class Pair:
         # Either of two equal ranks may go first.
         assert all(self._in_order(a, b) for a, b in pairwise(values)), found
         unexpected = [value for value in values if value[1]]
-        assert unexpected == sorted(unexpected, reverse=True), "not the least recently used first"
+        assert unexpected == sorted(unexpected, reverse=True), "least recently used is not first"
         self._note(values, tier, rival)
 
     def _in_order(self, first: Value, second: Value) -> bool:
@@ -180,7 +180,7 @@ NAMES = [f"g{i}" for i in range(24)]
 
 
 def play(pair: Pair, seed: int) -> None:
-    """Play a loop that is learned, disturbed and left, while copies are made and dropped."""
+    """Play a loop that is learned, disturbed and left, while copies are added and dropped."""
     rng = random.Random(seed)
     loop = rng.sample(NAMES, rng.randint(5, 20))
     for name in rng.sample(NAMES, len(NAMES)):

@@ -56,7 +56,7 @@ def test_prefetch_with_equal_compute_hides_reads(
 
 
 def test_prefetch_disabled_stalls() -> None:
-    """The control: prefetching hides the reads."""
+    """Check the control: prefetching hides the reads."""
     keys = cycle(40, PASSES)
     uses = [Use(key, READ) for key in keys]
     budgets = {Tier.HOST: 20 * NBYTES, Tier.DISK: None}
@@ -74,7 +74,7 @@ def test_disk_bound_loop_takes_the_missing_bytes_time() -> None:
 
 
 def test_second_pattern_is_learned_within_a_pass() -> None:
-    """Two experts that switch half-way: the second run knows the first one's switch."""
+    """Run two experts that switch half-way: the second run knows the first one's switch."""
     blocks, steps = 20, 6
     outcome = run(two_experts(3, blocks, steps), 0.4, 1.2 * READ)
     once = 2 * blocks * steps
@@ -94,7 +94,7 @@ def test_changed_order_costs_one_pass() -> None:
     keys = cycle(30, 5)
     other = [f"g{7 * i % 30}" for i in range(30)] * 5
     outcome = run(keys + other, 0.5, 1.2 * READ)
-    assert stalled_share(outcome, 6 * 30, 7 * 30) > 0.03, "the new order was known already"
+    assert stalled_share(outcome, 6 * 30, 7 * 30) > 0.03, "the new order was already known"
     assert stalled_share(outcome, 8 * 30, 10 * 30 - 1) <= 0.03
 
 
@@ -102,7 +102,7 @@ def test_changed_order_costs_one_pass() -> None:
 
 
 def take_turns(groups: int, passes: int) -> list[str]:
-    """Modules of two neighbouring groups run in turns."""
+    """Return the order of modules of two neighbouring groups that run in turns."""
     step = []
     for i in range(groups - 1):
         step += [f"g{i}", f"g{i + 1}"] * 2
@@ -115,7 +115,7 @@ def read_by(keys: Sequence[str], share: float, seconds: float) -> int:
 
 def test_prefetch_of_harmless_evictions_only_reads_less(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, seconds = take_turns(40, PASSES), READ / 8
-    for other in ("EARLY", "EARLY_IF_STEADY"):  # the other rule that bounds it
+    for other in ("EARLY", "EARLY_IF_STEADY"):  # the other rule that limits prefetches
         monkeypatch.setattr(shares, other, 1)
     careful = read_by(keys, 0.8, seconds)
     monkeypatch.setattr(policy, "HARMLESS", 1.0)
@@ -123,7 +123,7 @@ def test_prefetch_of_harmless_evictions_only_reads_less(monkeypatch: pytest.Monk
 
 
 def test_prefetch_as_late_as_possible_reads_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bound by computing, a loop that fetches as early as it can reads more."""
+    """Let a loop bound by computing fetch as early as it can: it reads more."""
     keys, seconds = cycle(40, PASSES), 4 * READ
     patient = read_by(keys, 0.8, seconds)
     monkeypatch.setattr(prefetch, "CAUTION", 1e9)
@@ -131,7 +131,7 @@ def test_prefetch_as_late_as_possible_reads_less(monkeypatch: pytest.MonkeyPatch
 
 
 def test_prefetched_share_limit_reads_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With erratic computing times, every group looks urgent."""
+    """Use erratic computing times, with which every group looks urgent."""
     rng = random.Random(1)
     keys = take_turns(30, PASSES)
     groups = dict.fromkeys(keys, NBYTES)
@@ -148,7 +148,7 @@ def test_prefetched_share_limit_reads_less(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_larger_prefetched_share_at_steady_times_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bound by computing and disk alike: a reserve of groups keeps both busy."""
+    """Bind a loop by computing and disk alike: a reserve of groups keeps both busy."""
     keys = [f"g{i}" for i in range(60)] * PASSES
     sizes = {key: NBYTES * (3 if i < 20 else 1) for i, key in enumerate(keys[:60])}
     uses = [Use(key, sizes[key] / DISK / 1.5) for key in keys]
@@ -165,7 +165,7 @@ def test_larger_prefetched_share_at_steady_times_is_faster(monkeypatch: pytest.M
 def test_missing_groups_close_together_arrive_in_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A row of short uses after a row of long ones: the next group or two are not enough."""
+    """Run short uses after long ones: fetching the next group or two is not enough."""
     groups = 40
     keys = cycle(groups, PASSES)
     seconds = [(0.2 if i % groups >= groups // 2 else 2.0) * READ for i in range(len(keys))]
@@ -256,7 +256,7 @@ def test_device_use_of_discarded_group_is_ignored() -> None:
     seen.forget(1)
     seen.ran(2, 7.0, 7.0)
     assert seen.computing_seconds(1) == 0.0
-    seen.forget(0)  # not the one that runs
+    seen.forget(0)  # not the running group
     seen.ran(0, 9.0, 9.0)
     assert seen.computing_seconds(2) == pytest.approx(2.0)
 
@@ -289,7 +289,7 @@ def test_failed_copy_is_not_measured() -> None:
 
 
 def test_latest_measurement_counts_most() -> None:
-    """The previous one has a weight of four fifths: 180 bytes in 3.8 seconds."""
+    """Give the previous one a weight of four fifths: 180 bytes in 3.8 seconds."""
 
     def slower(hop: HopSpeed) -> None:
         for began, ended in ((0.0, 1.0), (1.0, 4.0)):
@@ -363,12 +363,12 @@ def test_hop_with_32_mib_queued_is_busy(nbytes: int, found: int | None) -> None:
     seen.hops[HOP].begin(20 << 20)
     assert fetched(seen) == found
     seen.hops[HOP].ending = 1
-    assert fetched(seen) == 1, "the one copy is ending"
+    assert fetched(seen) == 1, "the only copy is ending"
 
 
 @pytest.mark.parametrize(("computing", "found"), [(1.65, 1), (1.66, None)])
 def test_group_that_could_be_late_is_fetched(computing: float, found: int | None) -> None:
-    """100 bytes take a second: 1.15 s at worst, plus half a group."""
+    """Read 100 bytes per second: 1.15 s at worst, plus half a group."""
     seen = looking_at([100, 100], there=[0])
     compute(seen, 0, computing)
     assert fetched(seen) == found
@@ -378,7 +378,7 @@ def test_group_that_could_be_late_is_fetched(computing: float, found: int | None
     ("spent", "found"), [(0.0, None), (2.34, None), (2.36, 2), (4.0, 2), (9.0, 2)]
 )
 def test_use_in_progress_counts_its_remainder(spent: float, found: int | None) -> None:
-    """A use takes four seconds or more. As above, 1.65 seconds are needed."""
+    """Run a use of four seconds or more. As above, 1.65 seconds are needed."""
     schedule = LearnedOrder()
     seen = looking_at([100, 100, 100], [0, 1], schedule=schedule)
     for _ in range(3):
@@ -392,9 +392,9 @@ def test_use_in_progress_counts_its_remainder(spent: float, found: int | None) -
 
 @pytest.mark.parametrize(("regular", "found"), [(44, None), (45, 3)])
 def test_steadiness_needs_45_regular_uses(regular: int, found: int | None) -> None:
-    """Each leaves 0.95 of the remaining surprise: 0.95 ** 44 is 0.105, 0.95 ** 45 is 0.099.
+    """Each use leaves 0.95 of the surprise: 0.95 ** 44 is 0.105, 0.95 ** 45 is 0.099.
 
-    Then 20 of 80 bytes, instead of 13, may wait to be used.
+    From then on 20 of 80 bytes, instead of 13, may wait to be used.
     """
     seen = looking_at([10] * 5, there=[0, 1, 2], budget=80)
     seen.fetched_early(2, Tier.HOST)
@@ -405,7 +405,7 @@ def test_steadiness_needs_45_regular_uses(regular: int, found: int | None) -> No
 
 @pytest.mark.parametrize(("regular", "found"), [(49, None), (50, 3)])
 def test_use_of_double_length_surprises_by_half(regular: int, found: int | None) -> None:
-    """So does a use of half the length. Half of 0.05 and 0.95 ** 51 are 0.098, below 0.1."""
+    """Check half the length, too. Half of 0.05 and 0.95 ** 51 are 0.098, below 0.1."""
     for irregular in (0.02, 0.005):
         seen = looking_at([10] * 5, there=[0, 1, 2], budget=80)
         seen.fetched_early(2, Tier.HOST)
@@ -448,7 +448,7 @@ def test_next_group_is_fetched_at_any_cost() -> None:
 def test_two_groups_are_fetched_before_any_measurement(
     large: int, budget: int, found: int | None
 ) -> None:
-    """The next three have 40 bytes: as many as two average groups, and as a quarter of the tier."""
+    """Use three next groups of 40 bytes: two average groups, and a quarter of the tier."""
     seen = looking_at([4, 6, 30, large], there=[0, 1, 3], budget=budget)
     seen.hops[HOP] = HopSpeed()
     assert fetched(seen) == found
@@ -467,7 +467,7 @@ def test_host_prefetch_stops_in_host_memory() -> None:
 
 
 def test_unknown_key_is_never_missing() -> None:
-    """Some keys that the schedule expects were never registered here, or were discarded."""
+    """Expect keys that were never registered here, or were discarded."""
     schedule = LearnedOrder()
     seen = Prefetcher(schedule, {Tier.HOST: 10, Tier.DISK: None})
     numbers = [schedule.known.number(f"g{number}") for number in range(40)]

@@ -1,7 +1,7 @@
 """The prefetcher against a slow reference that follows the descriptions word by word.
 
 The reference has sets and lists instead of arrays, and keeps every measurement instead of averages.
-Both get the same random histories, and must answer the same at every step.
+Both get the same random histories, and must give the same answers at every step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Scripted(LearnedOrder):
 
 @dataclass
 class Way:
-    """A hop: the sizes of what is on its way, and every measurement, as bytes and seconds."""
+    """A hop: the sizes of copies on their way, and every measurement, as bytes and seconds."""
 
     moving: list[int] = field(default_factory=list)
     ending: int = 0
@@ -75,7 +75,7 @@ class Way:
             self.measured.insert(0, (nbytes, seconds))
 
     def bandwidth(self) -> float | None:
-        """Each measurement weighs 0.8 times as much as the one after it."""
+        """Return the mean; each measurement weighs 0.8 times as much as the next one."""
         weights = [0.8**age for age in range(len(self.measured))]
         rows = list(zip(weights, self.measured, strict=True))
         seconds = sum(weight * s for weight, (_, s) in rows)
@@ -165,7 +165,7 @@ class Reference:
         return all((number, self.tiers[0]) in self.room for number in self.nbytes)
 
     def is_missing(self, number: int, dst: Tier) -> bool:
-        """Return whether it is on no tier as near as `dst`, and should be."""
+        """Return whether it is wanted on `dst` and is on no tier as near."""
         there = any((number, tier) in self.room for tier in self.tiers if tier <= dst)
         wanted = number in self.nbytes and number not in self.hopeless
         return wanted and not there and self.aims.get(number, Tier.DEVICE) <= dst
@@ -174,7 +174,7 @@ class Reference:
         return sum(self.nbytes.get(number, 0) for number in set(numbers))
 
     def next_missing(self, dst: Tier) -> tuple[str, int | None, list[int]]:
-        """The reason, the group, and those before it."""
+        """Return the reason, the group to fetch, and those before it."""
         uses = self.schedule.ahead(400).tolist()
         missing = [place for place in range(len(uses)) if self.is_missing(uses[place], dst)]
         if not missing:
@@ -211,7 +211,7 @@ class Reference:
     def why_now(
         self, uses: Sequence[int], missing: Sequence[int], dst: Tier
     ) -> str | tuple[str, str]:
-        """Return the reason to fetch now, or the reason not to, and nothing."""
+        """Return the reason to fetch now, or a pair: the reason not to, and an empty text."""
         first, foretold = missing[0], len(self.schedule.named)
         budget, speed = self.budgets[dst], self.ways[dst].bandwidth()
         room = math.inf if budget is None else budget
@@ -241,7 +241,7 @@ class Reference:
         return max(self.computing.get(self.running, 0.0) - spent, 0.0)
 
 
-# Both hear the same ------------------------------------------------------------------------------
+# Both get the same events ------------------------------------------------------------------------
 
 
 @dataclass
@@ -256,11 +256,11 @@ class Flight:
 
 
 class History:
-    """A random life of groups, told to both. `seen` counts the reasons of the answers."""
+    """A random life of groups, reported to both. `seen` counts the reasons of the answers."""
 
     def __init__(self, rng: random.Random, seen: Counter[str]) -> None:
         self.rng, self.seen = rng, seen
-        self.steady = rng.random() < 0.3  # computing always takes as long
+        self.steady = rng.random() < 0.3  # computing always takes the same time
         self.unit, self.largest = rng.choice([1, 2 * MIB]), rng.choice([3, 12])
         room = {tier: rng.choice([None, 60, 100, 200]) for tier in TIERS.values()}
         self.budgets = {t: b and b * self.unit for t, b in room.items()}
@@ -286,14 +286,14 @@ class History:
             self.pass_time(self.rng.choice([0.0, 0.1, 0.5]) * self.rng.random())
 
     def tell(self, what: str, *args: object) -> None:
-        """Both."""
+        """Report an event to both."""
         getattr(self.ours, what)(*args)
         getattr(self.reference, what)(*args)
 
     def know(self) -> None:
         free = [n for n in range(40) if n not in self.reference.nbytes]
         if free:
-            # Numbers come in any order here: the first may be far above what there is room for.
+            # Numbers come in any order here: the first may be far above the initial capacity.
             self.tell("know", self.rng.choice(free), self.rng.randint(1, self.largest) * self.unit)
 
     def known(self) -> int:
@@ -304,7 +304,7 @@ class History:
             self.tell("forget", self.known())
 
     def expect(self) -> None:
-        """An expected group may be forgotten already, but the caller names existing ones."""
+        """Expect groups that may be forgotten already; the caller names only existing ones."""
         known = list(self.reference.nbytes)
         ever = [*known, *range(12)]
         self.schedule.named[:] = self.rng.sample(
@@ -316,7 +316,7 @@ class History:
     def use(self) -> None:
         number = self.rng.choice([self.known(), self.known(), self.known(), -1])
         if self.steady and number == self.reference.running:
-            return  # what is used twice in a row computes for longer
+            return  # a group used twice in a row computes for longer
         if self.rng.random() < 0.9:
             self.tell("asked", number)
             self.wait()
@@ -406,4 +406,4 @@ def test_prefetch_matches_the_reference(seed: int) -> None:
     for _ in range(12):
         History(rng, seen).play(150)
     for why in OFTEN:
-        assert seen[why], f"no history shows this: {why}"
+        assert seen[why], f"no history reaches this reason: {why}"

@@ -31,7 +31,7 @@ def ids(*names: str) -> set[object]:
 
 @pytest.mark.parametrize("demanded", [True, False])
 def test_hit_teaches_as_much_as_a_demanded_lease(demanded: bool) -> None:
-    """Uses that compute for three seconds, and the order of two groups."""
+    """Check uses that compute for three seconds, and the order of two groups."""
     now, schedule = 0.0, LearnedOrder()
     planner = driver_of({HOST: 20, DISK: None}, ByName(), schedule, lambda: now)
     for name in "ab":
@@ -56,7 +56,7 @@ def test_hit_meets_no_other_owners_demand() -> None:
     planner.release("a", Access.READ)
     assert planner.waited_for() == ids("a")
     planner.claim("b", 10, use_order=UseOrder.PREFETCHED)
-    assert told(planner) == [], "somebody still waits for a"
+    assert told(planner) == [], "another caller still waits for a"
     assert planner.lease("a", Access.READ)
     assert planner.waited_for() == ids("b")
     planner.release("a", Access.READ)
@@ -79,7 +79,7 @@ def test_hit_keeps_a_copy_about_to_leave(demanded: bool) -> None:
 
 
 def test_copy_about_to_leave_without_a_hit_leaves() -> None:
-    """The control of the test before."""
+    """Check the control of the previous test."""
     planner = planner_of(10)
     put(planner, "a", 5)
     planner.offload("a")
@@ -122,7 +122,7 @@ def test_reserved_space_is_awaited_until_its_bytes_are_half_way() -> None:
     register(planner, "a", 5)
     planner.demand("a")
     planner.withdraw("a")
-    assert planner.waited_for() == ids("a"), "whoever asks again finds it there"
+    assert planner.waited_for() == ids("a"), "a repeated request finds the space reserved"
     planner.arrive("a", DISK, HOST)
     assert planner.waited_for() == set()
 
@@ -165,7 +165,7 @@ def test_sizes_and_times_are_as_reported() -> None:
 
 
 def fetched(planner: Driver) -> list[str]:
-    """Which groups are fetched one after the other, as each arrives."""
+    """Return the groups fetched one after another, as each arrives."""
     order = []
     while words := told(planner):
         for word in words:
@@ -185,7 +185,7 @@ def test_expectation_latest_wins() -> None:
             planner.expect(names)
         planner.release_on_host("held")
         assert told(planner)[0] == "held leaves HOST"
-        assert planner.arriving(order[0]), f"{order[0]} is next"
+        assert planner.arriving(order[0]), f"{order[0]} must be fetched next"
 
 
 def test_expectation_repeated_is_fetched_once() -> None:
@@ -214,5 +214,5 @@ def test_unknown_group_is_not_expected() -> None:
     register(planner, "a", 5)
     with pytest.raises(KeyError):
         planner.expect(["a", "nobody"])
-    assert schedule.known.prefetched_count() == 0, "nothing has changed"
+    assert schedule.known.prefetched_count() == 0, "a failed call changes nothing"
     assert told(planner) == []

@@ -47,7 +47,7 @@ def test_demand_during_a_put_waits_for_it(budgets: dict[Tier, int | None]) -> No
     assert key is not None
     waiter = world.demand(key)
     assert waiter is not None
-    assert not world.books.moving, "there is nothing yet to move"
+    assert not world.books.moving, "no bytes can move yet"
     assert not world.wake(waiter)
     assert world.fill(key)
     land_all(world)
@@ -77,7 +77,7 @@ def test_save_during_a_put_is_done_on_arrival() -> None:
     key = world.claim(5)
     assert key is not None
     saver = world.save(key)
-    assert not world.books.moving, "there is nothing yet to save"
+    assert not world.books.moving, "no bytes can be saved yet"
     assert world.fill(key)
     land_all(world)
     assert world.look_saved(saver)
@@ -85,7 +85,7 @@ def test_save_during_a_put_is_done_on_arrival() -> None:
     world.finish()
 
 
-# Holding -----------------------------------------------------------------------------------------
+# Host leases -------------------------------------------------------------------------------------
 
 
 def test_host_lease_of_discarded_group_can_be_withdrawn() -> None:
@@ -95,10 +95,10 @@ def test_host_lease_of_discarded_group_can_be_withdrawn() -> None:
     assert holder is not None
     world.discard(key)
     told = world.planner.handle(HostWithdrawn(key, holder.purpose), world.now)
-    assert told == [], "nobody is left to do anything for"
+    assert told == [], "no instruction is needed: no request is left"
     world.planner.check()
     land_all(world)
-    assert world.hold(holder), "the answer is that the group is gone"
+    assert world.hold(holder), "the request must end: the group is gone"
     assert isinstance(world.errors[-1][1], KeyError)
     world.finish()
 
@@ -138,11 +138,11 @@ def test_flush_of_the_only_copy_keeps_it(budgets: dict[Tier, int | None]) -> Non
     world.finish()
 
 
-# Saving ahead ------------------------------------------------------------------------------------
+# Spills in advance -------------------------------------------------------------------------------
 
 
 def spill(world: World, key: GroupId) -> int:
-    """Returns the bytes that are going to be written."""
+    """Advise a spill. Returns the bytes to be written."""
     before = len(world.books.followed)
     world.step(SpillAdvised(key))
     return sum(i.nbytes for i in world.books.followed[before:] if isinstance(i, Copy))
@@ -177,7 +177,7 @@ def test_save_ahead_of_absent_group_does_nothing() -> None:
     waiter = world.demand(claimed)
     assert waiter is not None and world.wake(waiter)
     world.discard(claimed)
-    assert spill(world, claimed) == 0, "nobody wants it any more"
+    assert spill(world, claimed) == 0, "it was discarded"
     world.finish()
 
 
@@ -214,7 +214,7 @@ def test_sticky_group_goes_last(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["next-use", "lru"])
 def test_sticky_group_goes_when_nothing_else_may(policy: str) -> None:
     scan = kept_after(policy, ["g0", "g1", "g2"], ["g0", "g1", "g2"])
-    assert scan.read_by(["g3"]) >= 10, "it was used without being there"
+    assert scan.read_by(["g3"]) >= 10, "it was used without being resident"
 
 
 def test_prefetch_replaces_sticky_group_only_if_sticky() -> None:
@@ -227,7 +227,7 @@ def test_prefetch_replaces_sticky_group_only_if_sticky() -> None:
         assert copies == (["g3"] if same else [])
 
 
-# Telling and asking ------------------------------------------------------------------------------
+# Reports and queries -----------------------------------------------------------------------------
 
 
 def test_copy_reported_ending_twice_ends_once() -> None:
@@ -295,7 +295,7 @@ def test_blocked_request_fails_only_when_nothing_can_be_freed(leases: int) -> No
 
 
 def test_blocked_update_names_the_group_without_space() -> None:
-    """It must pass through host memory, where permanent leases hold too much."""
+    """Pass it through host memory, where permanent leases hold too much."""
     world = World({Tier.DEVICE: 8, Tier.HOST: 8, Tier.DISK: None})
     changed, small = world.register(8), world.register(1)
     lent = world.demand(changed, Access.UPDATE)
@@ -323,7 +323,7 @@ def test_group_reports_tier_progress_and_backing_file() -> None:
     planner.register("a", 5)
     planner.register("b", 5, backing=False)
     assert [planner.backed(key) for key in "ab"] == [True, False]
-    assert planner.used == {Tier.HOST: 0, Tier.DISK: 5}, "a checkpoint takes none of our room"
+    assert planner.used == {Tier.HOST: 0, Tier.DISK: 5}, "a checkpoint takes no space of the budget"
     assert planner.state_of("a") is None
     planner.demand("a")
     assert planner.state_of("a") is State.ARRIVING
@@ -332,13 +332,13 @@ def test_group_reports_tier_progress_and_backing_file() -> None:
     assert planner.state_of("a") is State.PRESENT
     assert planner.idle()
     assert planner.lease("a", Access.UPDATE)
-    assert not planner.backed("a"), "its file does not hold what it will be"
+    assert not planner.backed("a"), "its file does not have the new values"
     assert "a" in planner and "c" not in planner
     planner.discard("b")
     assert "b" not in planner
 
 
-# Room for new values -----------------------------------------------------------------------------
+# Space for new values ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budgets", [TWO, THREE])
@@ -349,11 +349,11 @@ def test_update_reservation_cannot_be_leased_by_others(
     key = world.register(5)
     renewing = world.fetch(key, HostAccess.RENEW)
     assert renewing is not None
-    assert not world.books.moving, "nobody wants the old values"
+    assert not world.books.moving, "the old values are not wanted"
     assert world.planner.used[Tier.HOST] == 5
     assert not world.planner.host_leasable(key, HostAccess.READ)
     world.withdraw_fetch(renewing)
-    assert world.planner.used[Tier.HOST] == 0, "the room is nobody's any more"
+    assert world.planner.used[Tier.HOST] == 0, "the space was not freed"
     world.finish()
 
 
@@ -363,7 +363,7 @@ def test_update_of_absent_values_is_granted() -> None:
     renewing = world.fetch(key, HostAccess.RENEW)
     assert renewing is not None
     assert world.hold(renewing)
-    assert world.planner.residence(key) == (Tier.HOST,), "the disk has the old ones"
+    assert world.planner.residence(key) == (Tier.HOST,), "the disk has only the old values"
     assert not world.planner.backed(key)
     world.let_go(renewing)
     use(world, key)
@@ -393,7 +393,7 @@ def test_save_waits_for_an_updater() -> None:
     assert waiter is not None and world.wake(waiter)
     saver = world.save(key)
     assert world.planner.saving(key)
-    assert not world.books.moving, "it would save half of the change"
+    assert not world.books.moving, "it would save half of the update"
     world.release(waiter)
     land_all(world)
     assert not world.planner.saving(key)

@@ -1,4 +1,4 @@
-"""Records: what is true of a new one, where a group is, and who goes by its name."""
+"""Records: the state of a new one, the places of a group, and the group that a name refers to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_record_new_has_only_given_fields() -> None:
 
 
 def test_record_has_only_declared_fields() -> None:
-    """A name that is spelled wrongly is an error, and no new belief."""
+    """Misspell a name: it is an error, not a new attribute."""
     for record in (GroupRecord(GroupId("a", 1), 5), CopyRecord(State.RESERVED)):
         with pytest.raises(AttributeError):
             record.reader = 1  # type: ignore[union-attr]
@@ -69,13 +69,13 @@ def test_name_means_its_newest_version() -> None:
     assert planner.table.numbered[number].id == new
     assert (planner.record(old).number, planner.record(new).number) == (-1, number)
     planner.fill(new)
-    assert {g.id for g in planner.table.numbered.values()} == {group_of("b"), new}, "one of a name"
+    assert {g.id for g in planner.table.numbered.values()} == {group_of("b"), new}, "one per name"
     planner.check()
     planner.demand("b")
     planner.arrive("b", Tier.DISK, Tier.HOST)
     assert planner.all_there()
     planner.discard(old)
-    assert planner.all_there(), "nothing is missing of what its name means now"
+    assert planner.all_there(), "the group that the name now refers to is resident"
     planner.discard(new)
     assert number not in planner.table.numbered
     planner.check()
@@ -87,7 +87,7 @@ def test_record_counts_valid_and_moving_copies() -> None:
     assert not group.valid_elsewhere(Tier.DISK)
     assert not group.moving()
     group.copies[Tier.HOST] = CopyRecord(State.RESERVED)
-    assert not group.moving(), "nothing is on its way to where room is only set aside"
+    assert not group.moving(), "no copy moves to space that is only reserved"
     assert not group.present(Tier.HOST)
     group.copies[Tier.HOST].state = State.ARRIVING
     assert group.moving()

@@ -1,4 +1,4 @@
-"""A planner that begins with what there is believes what the one before it did, but for wishes."""
+"""A planner recovered from an inventory believes what its predecessor did, except for requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FULL = (39, 57)
 
 
 class Policies:
-    """Makes policies of a name, and knows the latest."""
+    """Makes policies of a name, and has the latest as `latest`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -41,7 +41,7 @@ class Policies:
 
 
 def recovered(world: World, policy: str) -> tuple[Driver, Policy]:
-    """A new planner that knows what there is, and has pursued nothing yet."""
+    """Return a new planner that knows the inventory and has pursued no request yet."""
     schedule = LearnedOrder(MEMORY)
     ranking = policy_named(policy, schedule, FOUR)
     fresh = driver_of(world.books.budgets, ranking, schedule)
@@ -50,12 +50,12 @@ def recovered(world: World, policy: str) -> tuple[Driver, Policy]:
     movement = Movement(table, requests, eviction, prefetcher)
     known = RegistrationEvents(table, requests, movement, schedule, prefetcher)
     found = tuple(world.found(key) for key in world.books.entries)
-    assert known.recovered(Recovered(found)), "there may be something to pursue"
+    assert known.recovered(Recovered(found)), "there may be requests to pursue"
     return fresh, ranking
 
 
 def beliefs(planner: Driver, policy: Policy) -> dict[str, Any]:
-    """Return the planner's state, without wishes and without reservations that nothing moves to."""
+    """Return the planner's state, without requests or reservations that no copy moves to."""
     table, groups = planner.table, planner.table.groups
     there = {
         key: {t: c for t, c in group.copies.items() if c.state is not State.RESERVED}
@@ -91,7 +91,7 @@ NAMES = ("numbered", "numbers", "newest")
 def has_lost_a_name(planner: Driver) -> bool:
     """Return whether a newer version took a present group's name, and is gone.
 
-    The old planner does not find the group by its name again; the new one does.
+    The old planner no longer finds the group by its name; the new one does.
     """
     groups = [g for g in planner.table.groups.values() if not g.forgotten]
     return any(group.id.key not in planner.table.newest for group in groups)
@@ -108,7 +108,7 @@ def test_recovered_planner_equals_its_predecessor(first: int, remote: bool) -> N
         for _ in range(4):
             history.play(12)
             fresh, policy = recovered(world, policies.name)
-            assert fresh.table.instructions == [], "what there is was as it should be"
+            assert fresh.table.instructions == [], "recovery must instruct no move"
             fresh.check()
             old = Driver(world.planner)
             expected, believed = beliefs(old, policies.latest), beliefs(fresh, policy)
@@ -117,7 +117,7 @@ def test_recovered_planner_equals_its_predecessor(first: int, remote: bool) -> N
             assert believed == expected
             for what in ("being put", "moving", "to come back", "newest"):
                 seen[what] += bool(expected.get(what))
-    assert min(seen.values()) > 1, f"hardly ever reached: {seen}"
+    assert min(seen.values()) > 1, f"reached too rarely: {seen}"
 
 
 # --- step by step ---------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def test_recovered_all_resident_counts_arrivals() -> None:
     assert not taken(found("a", *both), found("b", Tier.DISK)).all_there()
     assert not taken(found("a", Tier.DISK), found("b", *both)).all_there()
     old = found("a", Tier.DISK, visible=False)
-    assert taken(old, found("b", *both)).all_there(), "what is gone is missed by nobody"
+    assert taken(old, found("b", *both)).all_there(), "an old version does not count as missing"
 
 
 def test_recovered_put_request_gets_its_space() -> None:
@@ -203,7 +203,7 @@ def test_recovered_put_being_filled_has_its_space() -> None:
 
 
 def test_recovered_readable_group_was_put() -> None:
-    """The step that showed it was cut short before the claim was taken off the list."""
+    """Interrupt the step that made it readable before it took the claim off the list."""
     planner = taken(found("a", Tier.HOST, claimed=True))
     assert planner.residence("a") == (Tier.HOST,) and planner.idle()
     planner.demand("a")
@@ -215,7 +215,7 @@ def test_recovered_unreadable_group_goes_after_its_last_use() -> None:
     old, new = GroupId("a", 1), GroupId("a", 2)
     both, read = (Tier.HOST, Tier.DISK), (Access.READ, False)
     planner = taken(found(old, *both, leases=(read, read), visible=False), found(new, Tier.DISK))
-    assert planner.instructions() == [Drop(old, 5, Tier.DISK)], "the copy that nobody reads"
+    assert planner.instructions() == [Drop(old, 5, Tier.DISK)], "only the unread copy is dropped"
     assert old not in planner and new in planner
     planner.release(old, Access.READ)
     assert planner.instructions() == []
@@ -236,7 +236,7 @@ def test_recovered_newer_version_is_found_by_name() -> None:
     planner = taken(found(old, Tier.DISK), found(new, Tier.HOST, claimed=True, visible=False))
     planner.fill(new)
     planner.discard(old)
-    assert planner.all_there(), "the newer one is there, and the older one is not missed"
+    assert planner.all_there(), "the newer one is there, and the older one does not count"
     planner.demand(new)
     assert planner.lease(new, Access.READ)
     planner.check()
@@ -270,7 +270,7 @@ LENT: dict[str, tuple[dict[str, Any], bool]] = {
 @pytest.mark.parametrize("lent", LENT)
 def test_recovered_waiter_waits_only_for_returnable_space(lent: str) -> None:
     options, waits = LENT[lent]
-    # The disk is full, too: what is in host memory cannot go there.
+    # The disk is full, too: groups in host memory cannot go there.
     planner = taken(found("a", Tier.HOST, nbytes=8, **options), host=10, disk=0)
     planner.claim("b", 5)
     assert (planner.error_of("b") is None) == waits
@@ -306,7 +306,7 @@ def test_recovered_oldest_goes_first() -> None:
     planner.arrive("b", Tier.DISK, Tier.HOST)
     planner.instructions()
     assert planner.lease("b", Access.READ)
-    assert planner.instructions()[0] == Copy("a", 5, Tier.DISK, Tier.HOST), "next in line"
+    assert planner.instructions()[0] == Copy("a", 5, Tier.DISK, Tier.HOST), "a is the next in order"
 
 
 def test_recovered_unscheduled_group_order_is_ignored() -> None:
@@ -320,7 +320,7 @@ def test_recovered_unscheduled_group_order_is_ignored() -> None:
     planner.instructions()
     assert planner.lease("b", Access.READ)
     hopes = [i.group for i in planner.instructions() if isinstance(i, Copy)]
-    assert hopes == ["e"], "the others come when their caller says so"
+    assert hopes == ["e"], "the others arrive only when prefetched"
 
 
 def test_recovered_put_is_still_under_way() -> None:

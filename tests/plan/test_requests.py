@@ -93,7 +93,7 @@ def test_put_groups_without_schedule_count_as_seen() -> None:
 
 
 def test_next_prefetch_starts_with_the_last_bytes_before() -> None:
-    """More than 32 MiB on their way take room too early; less leaves the disk idle in between."""
+    """Queue more than 32 MiB: they take space too early; less leaves the disk idle in between."""
     planner = planner_of(1000 << 20)
     for key in "abc":
         planner.register(key, 30 << 20)
@@ -107,7 +107,7 @@ def test_next_prefetch_starts_with_the_last_bytes_before() -> None:
 
 @pytest.mark.parametrize("permanent", [True, False])
 def test_waiting_is_only_for_returnable_space(permanent: bool) -> None:
-    """Two leases of one group; the first comes back at once."""
+    """Lease one group twice; the first lease is released at once."""
     planner = planner_of(10)
     bring(planner, "lent", 6)
     for _ in range(2):
@@ -175,7 +175,7 @@ def test_blocked_requests_fail_largest_first() -> None:
 @pytest.mark.parametrize("want", ["demand", "fetch"])
 @pytest.mark.parametrize("others", [0, 1])
 def test_blocked_request_is_spared_while_a_waiter_wakes(want: str, others: int) -> None:
-    """One of them finds what they want, and may give its room back."""
+    """Wake one of two waiters: it finds its group, and may free its space."""
     planner = planner_of(10)
     hold(planner, "held", 4, HostAccess.PERMANENT)
     bring(planner, "awaited", 6)
@@ -232,7 +232,7 @@ def test_discard_frees_space_at_once() -> None:
     lend(planner, "lent", 4)
     put(planner, "a", 6)
     planner.claim("b", 6, use_order=UseOrder.PREFETCHED)
-    assert told(planner) == [], "the disk takes nothing, but what is lent may come back"
+    assert told(planner) == [], "the disk takes nothing, but the lease may be released"
     planner.discard("a")
     assert told(planner) == ["a leaves HOST", "a is gone", "b gets room on HOST"]
 
@@ -272,7 +272,7 @@ def test_reserved_space_is_freed_with_its_group() -> None:
     planner.demand("a")
     assert planner.used[DEVICE] == 5
     planner.discard("a")
-    assert told(planner) == ["a: DISK to HOST!"], "it is still read"
+    assert told(planner) == ["a: DISK to HOST!"], "it is still being read"
     assert planner.used[DEVICE] == 0
     planner.arrive("a", DISK, HOST)
     assert told(planner) == ["a leaves DISK", "a leaves HOST", "a is gone"]

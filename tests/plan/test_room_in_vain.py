@@ -1,7 +1,7 @@
 """A failed search for space is not repeated for every other request of that size.
 
 With dozens of callers that wait for space, each step of the store would search for each of them.
-The result for one holds for the others until a copy is removed, or is about to be.
+The result for one holds for the others until a copy is dropped, or is about to be.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STEPS = 60
 
 
 class Nothing(dict[Any, Any]):
-    """A note that is discarded."""
+    """A dictionary that stores nothing."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         pass
@@ -35,7 +35,7 @@ class Nothing(dict[Any, Any]):
 def forgetful(
     budgets: Mapping[Tier, int | None], policy: Policy, schedule: LearnedOrder
 ) -> Planner:
-    """A planner that finds out everything anew."""
+    """Return a planner that searches again for every request."""
     planner = Planner(budgets, policy, schedule)
     Driver(planner).table.blocked_sizes = Nothing()
     return planner
@@ -53,7 +53,7 @@ def test_search_skipping_changes_no_decision(policy: str) -> None:
 
 
 class Counted(RankingPolicy):
-    """Counts how often it is asked for victims."""
+    """Counts the queries for victims."""
 
     times = 0
 
@@ -63,7 +63,7 @@ class Counted(RankingPolicy):
 
 
 class Asked:
-    """A planner of which `full` pages are lent, and how often its policy was asked for victims."""
+    """A planner with `full` leased pages, and its policy's number of queries for victims."""
 
     def __init__(self, full: int, budget: int, planner: Kind = Planner) -> None:
         self.policy = Counted(LeastRecentlyUsed())
@@ -76,23 +76,23 @@ class Asked:
             assert self.planner.lease(key, Access.READ)
 
     def asked_by(self, pages: list[int]) -> int:
-        """Return the searches in one step, while so many puts of so many pages wait."""
+        """Return the number of searches in one step while puts of these sizes, in pages, wait."""
         for number, size in enumerate(pages):
             self.planner.claim(f"put {number}", size * PAGE)
         self.policy.times = 0
-        self.planner.expect([])  # any step: it looks again for all
+        self.planner.expect([])  # any step: it polls all of them
         return self.policy.times
 
 
 def test_searches_for_equal_or_larger_sizes_run_once() -> None:
     assert Asked(8, 8).asked_by([2] * 30) == 1
     assert Asked(8, 8).asked_by([1, 2, 3, 4] * 8) == 1
-    assert Asked(8, 8).asked_by([4, 3, 2, 1] * 8) == 4  # who wants less may find it
+    assert Asked(8, 8).asked_by([4, 3, 2, 1] * 8) == 4  # a smaller request may find space
     assert Asked(8, 8, forgetful).asked_by([2] * 30) == 30
 
 
 def test_searches_with_space_on_the_way_run_once() -> None:
-    """A group leaves for the disk: requests that need no more evict nothing else."""
+    """Evict a group to disk: requests that need no more evict no other group."""
     for planner, expected in ((Planner, 1), (forgetful, 31)):
         scene = Asked(6, 8, planner)
         scene.planner.claim("leaves", 2 * PAGE)

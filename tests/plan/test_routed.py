@@ -1,4 +1,4 @@
-"""Groups that data choose, such as experts: they have no order, but some are used more often."""
+"""Groups that data choose, such as experts: they have no order, but some are more frequent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZE = 3
 
 
 def routed_loop(order: LearnedOrder, passes: int, uses: dict[str, float], seed: int = 0) -> None:
-    """A loop over the layers; in each pass, a key of `uses` is used with that probability."""
+    """Use the layers in a loop; in each pass, use a key of `uses` with its probability."""
     draw = random.Random(seed)
     for _ in range(passes):
         for layer in range(LAYERS):
@@ -74,7 +74,7 @@ def test_routed_index_is_not_reused_for_the_next_key() -> None:
 
 
 class RoutedScan(Scan):
-    """Layers that follow each other in a loop, each with experts that data choose."""
+    """Layers that follow one another in a loop, each with experts that data choose."""
 
     def __init__(self, host: int) -> None:
         super().__init__([SIZE] * LAYERS, {Tier.HOST: host, Tier.DISK: None})
@@ -85,7 +85,7 @@ class RoutedScan(Scan):
     def step(self, chosen: Sequence[Sequence[int]], *, announced: bool) -> int:
         """Run one pass: each layer, and its chosen experts.
 
-        Returns the bytes that had to be read, because the experts were absent.
+        Returns the bytes that had to be read because experts were absent.
         """
         missed = 0
         for layer, experts in zip(self.keys, chosen, strict=True):
@@ -101,7 +101,7 @@ class RoutedScan(Scan):
 
 
 def choices(passes: int, seed: int = 0) -> list[list[list[int]]]:
-    """Experts for each layer of each pass; the first ones are chosen more often."""
+    """Return experts for each layer of each pass; the first ones are chosen more often."""
     draw = random.Random(seed)
     weights = [1 / (1 + i) for i in range(EXPERTS)]
 
@@ -134,7 +134,7 @@ def test_routed_model_keeps_layers_and_frequent_experts() -> None:
         scan.step(chosen, announced=True)
     missed = sum(scan.step(chosen, announced=True) for chosen in passes[100:]) / SIZE
     assert all(Tier.HOST in scan.planner.residence(layer) for layer in scan.keys)
-    # The best that can be had without knowing the future: the most frequent experts stay.
+    # The best result without knowing the future: the most frequent experts stay.
     uses = Counter(f"{n}/{i}" for c in passes for n, layer in enumerate(c) for i in layer)
     staying = {key for key, _ in uses.most_common(room)}
     fewest = sum(
@@ -145,10 +145,11 @@ def test_routed_model_keeps_layers_and_frequent_experts() -> None:
 
 @pytest.mark.parametrize("announced", [True, False])
 def test_routed_pass_above_budget_keeps_some_experts(announced: bool) -> None:
-    """The least recently used expert comes next when the same ones repeat."""
+    """Repeat the same experts, so that the least recently used one comes next."""
     room = LAYERS * TOP // 2
     scan = RoutedScan(host=SIZE * (LAYERS + room))
     chosen = choices(1)[0]
     missed = [scan.step(chosen, announced=announced) / SIZE for _ in range(40)][20:]
-    # Half of them, if the same ones always stayed. Those that are announced need room meanwhile.
+    # Half of them would be missed if the same ones always stayed. Expected ones need space
+    # meanwhile.
     assert sum(missed) / len(missed) < 0.75 * LAYERS * TOP

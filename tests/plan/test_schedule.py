@@ -1,4 +1,4 @@
-"""The learned order: its predictions, when they are trusted, and what it forgets."""
+"""The learned order: its predictions, when it is trusted, and what it forgets."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def test_third_run_of_two_experts_is_fully_expected() -> None:
 
 @pytest.mark.parametrize(("keys", "passes"), [(2, 60), (5, 30), (57, 12)])
 def test_loop_interrupted_once_expects_no_interruption(keys: int, passes: int) -> None:
-    """The interruption is expected once the loop is as long as the last time, not earlier."""
+    """Expect the interruption only once the loop is as long as the last time."""
     order = learned([*cycle(keys, passes), "other"])
-    # Uses after an interruption are new; so is the fact that they do not repeat at once.
+    # Uses after an interruption are new, and so is the fact that they do not repeat at once.
     right = right_predictions(order, [*cycle(keys, passes), "other"])
     assert right.count(False) <= 3
     assert all(right[2 * keys :])
@@ -72,7 +72,7 @@ def test_loop_interrupted_once_expects_no_interruption(keys: int, passes: int) -
 
 
 def test_prompts_of_two_lengths_are_told_apart_early() -> None:
-    """The longer one is taken for the shorter until that would end, then recognised."""
+    """Expect the shorter of two until it would end, then recognise the longer one."""
     short, long = prompts(1, 3, 6, steps=10), prompts(1, 3, 6, steps=16)
     order = learned([*long, *short])
     assert right_predictions(order, long).count(False) <= 3
@@ -123,8 +123,8 @@ def test_permuted_order_is_relearned_within_a_pass() -> None:
     order = learned(keys * 4)
     shuffled = random.Random(3).sample(keys, len(keys))
     first, second = right_predictions(order, shuffled), right_predictions(order, shuffled)
-    assert sum(first) < 5, "the permutation is too much like the old order to test anything"
-    assert not all(second[:5]), "nothing was lost, so nothing can have recovered"
+    assert sum(first) < 5, "the permutation is too similar to the old order"
+    assert not all(second[:5]), "the old order was not unlearned"
     assert all(second[10:])
     assert order.trusted
     assert all(right_predictions(order, shuffled))
@@ -141,7 +141,7 @@ def test_key_outside_the_history_is_not_expected() -> None:
     assert order.trusted
     assert order.steps_until("old0") == math.inf
     assert order.steps_until("new0") == 1
-    # Keys that were forgotten long ago leave no trace, however many keys come and go.
+    # Keys forgotten long ago leave no trace, however many keys are added and forgotten.
     for i in range(500):
         order.advance_past(f"passing {i}")
     assert right_predictions(order, cycle(5, 4))[-5:] == [True] * 5
@@ -187,7 +187,7 @@ def test_registration_order_is_a_hint_on_the_first_pass() -> None:
     order.advance_past("b")
     assert order.learning
     assert list(order.upcoming(2)) == ["c", "d"]
-    assert order.steps_until("c") == math.inf, "a hint is no reason to evict anything"
+    assert order.steps_until("c") == math.inf, "a hint does not justify an eviction"
     for key in "edcbae":
         order.advance_past(key)
     assert next(order.upcoming(1)) == "d"
@@ -207,11 +207,11 @@ def test_forgotten_key_is_not_expected() -> None:
 
 
 def test_expected_key_times_out_after_64_uses_plus_2_per_key() -> None:
-    """Expectations are met out of order, too: a later one has a longer timeout."""
+    """Give later expectations longer timeouts, because they are met out of order, too."""
     order = LearnedOrder()
     order.known.prefetch(["first", "second", "third"])
     for _ in range(32):
-        order.note_unordered_use("something else")  # reported by the caller, ...
+        order.note_unordered_use("something else")  # reported by the caller ...
         order.advance_past("something else")  # ... or not: both are uses
     left = {64: ["first", "second", "third"], 65: ["second", "third"], 66: ["second", "third"]}
     left |= {67: ["third"], 68: ["third"], 69: []}
@@ -236,7 +236,7 @@ def test_expectation_repeated_restarts_its_timeout_as_last() -> None:
 
 
 def test_registration_order_expects_four_keys() -> None:
-    """A wrong hint costs reads, so few keys are expected, and at most as many as requested."""
+    """Expect few keys, because a wrong hint costs reads, and at most as many as requested."""
     order = LearnedOrder()
     for key in "abcdefgh":
         order.known.introduce(key)
@@ -277,7 +277,7 @@ def test_registration_order_does_not_affect_ranks() -> None:
 
 
 def test_trust_is_lost_with_the_thirteenth_wrong_prediction() -> None:
-    """The first counts for a tenth, and later ones, which are guesses, for half of that.
+    """Count the first for a tenth, and later ones, which are guesses, for half of that.
 
     0.9 * 0.95 ** 11 is 0.51, and 0.9 * 0.95 ** 12 is 0.49, less than a half.
     """
@@ -293,7 +293,7 @@ def test_trust_is_lost_with_the_thirteenth_wrong_prediction() -> None:
 
 
 def test_correct_predictions_without_trust_count() -> None:
-    """0.9 * 0.95 ** 12 is 0.49, and with one right prediction 0.54."""
+    """Lose trust at 0.9 * 0.95 ** 12, which is 0.49; one right prediction makes it 0.54."""
     order = learned([*cycle(9, 4)])
     latest = ""
     for _ in range(12):
@@ -301,7 +301,7 @@ def test_correct_predictions_without_trust_count() -> None:
         latest = next(k for k in ("g1", "g3", "g0", "g2") if k not in (foretold, latest))
         order.advance_past(latest)
     order.advance_past("g6")
-    assert list(order.upcoming(1)) == [], "thirteen in a row were wrong"
+    assert list(order.upcoming(1)) == [], "thirteen predictions in a row were wrong"
     order.advance_past("g7")  # as always after g6
     assert list(order.upcoming(1)) == ["g8"]
 
@@ -328,7 +328,7 @@ def test_history_holds_two_passes_of_registered_keys() -> None:
 
 @pytest.mark.parametrize("memory", range(2, 9))
 def test_loop_longer_than_history_is_expected_exactly_or_not(memory: int) -> None:
-    """Most of the time nothing comes again while it is remembered: then there is no telling."""
+    """Repeat most keys only after they are forgotten: then no prediction is possible."""
     for length in range(memory + 1, 2 * memory + 1):
         order = LearnedOrder(memory)
         for key in cycle(length, 20):
@@ -396,7 +396,7 @@ def test_rate_decay_slows_with_more_keys() -> None:
 
 
 def test_longest_run_may_begin_with_the_first_use() -> None:
-    """z followed x, a once, long ago. Other keys followed y, a ten times."""
+    """Follow x, a with z once, long ago, and y, a with other keys ten times."""
     order = learned([*"xaz", *"ya" * 10, *"xb", *"xa"])
     assert list(order.upcoming(1)) == ["z"]
 
@@ -427,7 +427,7 @@ def test_expected_keys_rank_by_position() -> None:
 
 
 def test_farther_ranks_grow_with_the_factor() -> None:
-    """Whatever the ranks mean, a larger factor means earlier eviction."""
+    """Rank with several orders: whatever the ranks mean, a larger factor means earlier eviction."""
     random_uses = random.Random(1).choices([f"g{number}" for number in range(50)], k=2000)
     unknown, learning, cycle = LearnedOrder(4096), LearnedOrder(), LearnedOrder()
     for key in random_uses:

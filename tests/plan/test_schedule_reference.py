@@ -1,7 +1,7 @@
-"""The learned order against a slow one that is written down as it is described.
+"""The learned order against a slow implementation of its description.
 
-Hundreds of short histories of small numbers of keys: loops, loops with something else in between,
-and uses at random; with memories that soon overflow, expectations, and keys that come and go.
+Hundreds of short histories of few keys: loops, interrupted loops and random uses, with memories
+that soon overflow, expectations, and keys that are added and forgotten.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PATIENCE = 64
 
 @dataclass
 class SlowOrder:
-    """Keys in lists, looked through from one end to the other; no numbers, nothing kept ready."""
+    """Keys in lists that are scanned from end to end: no numbers, no caches."""
 
     memory: int
     room: int = 0
@@ -121,7 +121,7 @@ class SlowOrder:
         if gap > longest:
             return end, ends[-1]
         while ends and gap <= longest and end - ends[-1] == gap:
-            end = ends.pop()  # a loop: the pass with as many before it
+            end = ends.pop()  # a loop: the pass that has as many before it
         return end, None
 
     def common(self, end: int) -> int:
@@ -175,11 +175,11 @@ class SlowOrder:
 
 
 class Pair:
-    """The learned order and the slow one, told the same."""
+    """The learned order and the slow one, given the same events."""
 
     def __init__(self, memory: int) -> None:
         self.order, self.slow = LearnedOrder(memory), SlowOrder(memory)
-        self.numbers: dict[str, int] = {}  # those assigned
+        self.numbers: dict[str, int] = {}  # the assigned numbers
 
     def do(self, act: str, *arguments: object) -> None:
         epoch, before = self.order.epoch, self.ranks()
@@ -224,7 +224,7 @@ class Pair:
             assert order.steps_until(key) == pytest.approx(slow.steps_until(key), rel=1e-9)
 
     def compare_ranks(self) -> None:
-        """Ranks are steps, or the logarithms of steps; and first comes what is expected."""
+        """Compare ranks, which are steps or the logarithms of steps; expected keys come first."""
         named = set(self.slow.named())
         ranks = self.ranks()
         steps = {key: self.slow.steps_until(key) for key in ranks}
@@ -250,7 +250,7 @@ class Pair:
 
 
 def uses(rng: random.Random, keys: Sequence[str]) -> Iterator[str]:
-    """A loop, now and then another one, and between them some uses at random."""
+    """Yield a loop, now and then another one, with some random uses in between."""
     noise = rng.choice([0.0, 0.02, 0.1, 0.4, 1.0])
     loops = [rng.choices(keys, k=rng.randint(1, 7)) for _ in range(2)]
     while True:
@@ -262,7 +262,7 @@ def play(seed: int, *, memory: int, keys: Sequence[str], length: int, acts: Sequ
     rng = random.Random(seed)
     pair = Pair(memory)
     following = uses(rng, keys)
-    often = rng.choice([0.1, 0.5, 1.0])  # what is asked for seldom is made anew when it is
+    often = rng.choice([0.1, 0.5, 1.0])  # seldom-read results are rebuilt on the next read
     for _ in range(length):
         act = rng.choice(acts) if rng.random() < 0.2 else "advance_past"
         if act == "prefetch":
@@ -299,7 +299,7 @@ def test_keys_added_and_removed_match_the_reference(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_interrupted_long_loops_match_the_reference(seed: int) -> None:
-    """With many positions after long runs, the longest is found in another way."""
+    """Create many positions after long runs, where another search finds the longest."""
     rng = random.Random(seed)
     pair = Pair(memory=rng.choice([120, 400]))
     keys = "abcd"[: rng.randint(1, 4)] + "x"
@@ -312,6 +312,6 @@ def test_interrupted_long_loops_match_the_reference(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_many_keys_match_the_reference(seed: int) -> None:
-    """More than there is room for at first."""
+    """Use more keys than the initial capacity."""
     keys = [f"g{number}" for number in range(20 + 10 * seed)]
     play(seed, memory=40, keys=keys, length=150, acts=ALL)

@@ -1,4 +1,4 @@
-"""Shared groups: in host memory they take another process's room, which has a budget of its own."""
+"""Shared groups: in host memory they take another process's space, which has a separate budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierstore.model.tiers import Access, HostAccess, UseOrder
 def sharing(
     own: int, allowed: int, names: str = "", device: int | None = None, nbytes: int = 10
 ) -> Driver:
-    """Keys in capitals are shared. None is expected."""
+    """Return a planner: keys in capitals are shared, and none is expected."""
     planner = planner_of(own, device)
     planner.change_shared_budget(allowed)
     for name in names:
@@ -32,7 +32,7 @@ def register(
 
 
 def come(planner: Driver, names: Iterable[str]) -> None:
-    """Make the groups on the fastest tier unused."""
+    """Bring groups to the fastest tier, unused."""
     for name in names:
         lend(planner, name)
         planner.release(name, Access.READ)
@@ -60,7 +60,7 @@ def test_shared_and_private_budgets_fill_separately() -> None:
     planner = sharing(20, 20, "abAB")
     come(planner, "abAB")
     assert on_host(planner) == "ABab"
-    assert (planner.used[HOST], planner.peak[HOST]) == (40, 40), "a tier counts all that is there"
+    assert (planner.used[HOST], planner.peak[HOST]) == (40, 40), "a tier counts all copies"
     assert (planner.shared_used, planner.shared_budget) == (20, 20)
     assert planner.budgets[HOST] == 20
 
@@ -156,7 +156,7 @@ def test_shared_reservation_unwanted_is_returned() -> None:
     planner.arrive("B", DISK, HOST)
     assert planner.lease_on_host("B", HostAccess.READ)
     planner.change_shared_budget(0)
-    assert on_host(planner) == "B", "it is held; the other one is needed on the device only"
+    assert on_host(planner) == "B", "B has a host lease; A is needed on the device only"
     planner.release_on_host("B")
     assert on_host(planner) == ""
     assert planner.shared_budget == 0
@@ -168,7 +168,7 @@ def test_ram_budget_covers_private_groups_only() -> None:
     come(planner, "abAB")
     planner.change_budget(10)
     assert on_host(planner) == "ABb"
-    assert planner.budgets[HOST] == 10, "what is shared is larger, but needs no room there"
+    assert planner.budgets[HOST] == 10, "the shared groups are larger, but need no space there"
     assert planner.shared_budget == 40
 
 
@@ -192,7 +192,7 @@ def test_shared_group_that_cannot_arrive_frees_device_space() -> None:
     come(planner, "a")
     lend(planner, "a")
     planner.demand("A")
-    assert planner.used[DEVICE] == 20, "room on the device is set aside for it"
+    assert planner.used[DEVICE] == 20, "space on the device is reserved for it"
     told(planner)
     planner.change_shared_budget(5)
     planner.check()
@@ -201,7 +201,7 @@ def test_shared_group_that_cannot_arrive_frees_device_space() -> None:
     assert told(planner) == ["A: DISK to HOST!"]
 
 
-# Errors of who would wait for ever ---------------------------------------------------------------
+# Errors of requests that would wait forever ------------------------------------------------------
 
 
 @pytest.mark.parametrize("device", [None, 40])
@@ -215,7 +215,7 @@ def test_shared_waiter_with_lowered_allowance_raises(device: int | None) -> None
     planner.demand("C")
     planner.change_shared_budget(5)
     planner.release_on_host("B")
-    assert planner.error_of(planner.record("C").id) is None, "something is still lent"
+    assert planner.error_of(planner.record("C").id) is None, "a group is still leased"
     planner.release("A", Access.READ)
     error = planner.error_of(planner.record("C").id)
     assert isinstance(error, BudgetError)
@@ -298,7 +298,7 @@ def test_prefetch_amount_follows_both_budgets() -> None:
         planner.expect(names)
         return len(early(planner))
 
-    assert fetched(400, shared=False) == fetched(0, shared=False), "nothing is shared"
+    assert fetched(400, shared=False) == fetched(0, shared=False), "no group is shared"
     assert fetched(400, shared=True) > fetched(400, shared=False)
 
 
@@ -365,7 +365,7 @@ def test_invariant_check_notices_shared_faults(
         breakage(planner)
 
 
-# After a step that was cut short -----------------------------------------------------------------
+# After an interrupted step -----------------------------------------------------------------------
 
 
 def test_recovered_planner_knows_shared_groups() -> None:
@@ -380,7 +380,7 @@ def test_recovered_planner_knows_shared_groups() -> None:
 
     planner = planner_of(5)
     planner.recover([found])
-    assert on_host(planner) == "", "nothing is allowed"
+    assert on_host(planner) == "", "no shared bytes are allowed"
 
 
 def test_name_may_be_shared_and_then_private() -> None:

@@ -37,7 +37,7 @@ def sizes(*loops: list[str]) -> dict[str, int]:
 
 
 def plain(room: int) -> Planner:
-    """One order of all uses, and nothing is fetched early."""
+    """Return a planner with one order of all uses, which fetches no group early."""
     budgets, schedule = {Tier.HOST: room, Tier.DISK: None}, ForetellsNothing()
     return Planner(budgets, RankingPolicy(FarthestNextUse(schedule), budgets), schedule)
 
@@ -76,7 +76,7 @@ def test_four_workers_in_step_fetch_like_one(seed: int) -> None:
 
 
 def test_merged_uses_of_workers_are_noise() -> None:
-    """The control of the test above: with the ordinary schedule it would fail."""
+    """Check the control of the previous test: with the ordinary schedule it would fail."""
     assert sum(fetched_by_four(seed, plain(20)) for seed in range(3)) > 3 * 1.3 * 31
 
 
@@ -89,7 +89,7 @@ def test_merged_uses_of_workers_are_noise() -> None:
 def test_two_workers_get_half_the_space_each(
     loops: tuple[int, int], seconds: tuple[float, float], holds: int, jitter: float
 ) -> None:
-    """However fast it is, and however long its loop."""
+    """Check this for all paces, and for loops of other lengths."""
     keys = [cycle(length, 1, f"{length} of {n} ") for n, length in enumerate(loops)]
     workers = Workers(sizes(*keys), 40)
     for stream, pace in enumerate(seconds):
@@ -104,14 +104,14 @@ def test_two_workers_get_half_the_space_each(
 
 
 class NoShares(UseStreams):
-    """A policy that evicts the most recently used group first, for all users."""
+    """Streams without shares: no group is spared."""
 
     def spared(self, numbers: Numbers) -> npt.NDArray[np.bool_]:
         return np.zeros_like(super().spared(numbers))
 
 
 def test_slower_worker_without_shares_gets_no_space() -> None:
-    """The control of the test above."""
+    """Check the control of the previous test."""
     budgets = {Tier.HOST: 40, Tier.DISK: None}
     schedule = NoShares(
         lambda: workers.now if made else 0.0,
@@ -151,7 +151,7 @@ def test_burst_of_leases_gets_one_share(burst: int) -> None:
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_departed_worker_is_forgotten_after_two_passes(ends: bool) -> None:
-    """The end of its stream is reported, or it falls silent in the middle of its fifth pass."""
+    """Report the end of a stream, or stop it in the middle of its fifth pass."""
     workers = Workers(sizes(A, B, C), 60)
     last = Worker(2, C[:-20] if ends else C, 1.0, 0.2, passes=99 if ends else 5)
     workers.add(Worker(0, A), Worker(1, B, 1.0, 0.1), last)
@@ -163,7 +163,7 @@ def test_departed_worker_is_forgotten_after_two_passes(ends: bool) -> None:
     assert min(during) >= 29
     for stream in (0, 1):
         after = [workers.missed[stream, turn] for turn in range(7, 14)]
-        assert max(after) <= 21, "room for 30, of which one is in use"
+        assert max(after) <= 21, "space for 30, of which one is in use"
 
 
 def test_joining_worker_gets_its_share_only() -> None:
@@ -184,7 +184,7 @@ def test_random_worker_gets_one_share_at_most() -> None:
     workers.add(Worker(0, A), Worker(1, B, 1.0, 0.1), anyhow)
     workers.run(50 * 14)
     assert max(workers.missed[stream, turn] for stream in (0, 1) for turn in range(2, 14)) <= 33
-    assert workers.missed[2, 0] <= 700 * 0.66, "it has room for 20 of the 50"
+    assert workers.missed[2, 0] <= 700 * 0.66, "it has space for 20 of the 50"
 
 
 def test_shares_are_counted_in_bytes() -> None:
@@ -200,7 +200,7 @@ def test_shares_are_counted_in_bytes() -> None:
 
 
 def test_keys_used_long_ago_never_return() -> None:
-    """Their waits grow without end, and are infinite from some use on. Nothing warns of that."""
+    """Let their waits grow until they are infinite. That raises no warning."""
     stream = UseStream(LearnedOrder(64), 0.0)
     for number, key in enumerate("abc"):
         stream.use(key, float(number))
@@ -227,7 +227,7 @@ def test_stream_pace_is_a_mean() -> None:
     assert paced([5.0, 7.0]).seconds_per_use == 2
     assert paced([5.0, 7.0, 13.0]).seconds_per_use == 4
     assert paced([3.0 * n for n in range(17)]).seconds_per_use == 3
-    # A quarter of what the next sixteen take is learned when they are over.
+    # A quarter of the next sixteen uses' time is learned at their end.
     faster = [48.0 + n for n in range(1, 17)]
     slow = [3.0 * n for n in range(17)]
     assert paced(slow + faster[:-1]).seconds_per_use == 3
@@ -285,7 +285,7 @@ class Told:
     def __init__(self, keys: str) -> None:
         self.now = 0.0
         self.used: set[int] = set()
-        """Return the numbers of leased groups."""
+        """Numbers of leased groups."""
         self.schedule = UseStreams(
             lambda: self.now, self.used.__contains__, lambda: np.ones(16, dtype=np.int64)
         )
@@ -329,7 +329,7 @@ def test_ranks_are_as_of_the_query_time() -> None:
 
 
 def test_first_pass_expects_least_recent_first() -> None:
-    """After as many uses as before, or up to twice as many; an unused group never."""
+    """Expect each after as many uses as before, or up to twice as many; an unused group never."""
     told = Told("abcdxy")
     told.loop(0, "abcd", 1.0, passes=1)
     told.loop(1, "y", 1.0, passes=1)
@@ -451,7 +451,7 @@ def test_largest_holder_evicts_first_and_spares_shared_keys() -> None:
     told.now -= 1
     spared = told.schedule.spared(np.arange(6)).tolist()
     assert spared[:6] == [False] * 4 + [True] * 2
-    assert not any(told.schedule.spared(np.array([0, 5]))[:6]), "they hold the same"
+    assert not any(told.schedule.spared(np.array([0, 5]))[:6]), "they have the same groups"
 
 
 # Assignment of uses to streams --------------------------------------------------------------------
@@ -479,7 +479,7 @@ def test_users_side_by_side_get_separate_streams() -> None:
 
 
 def test_users_taking_turns_share_a_stream() -> None:
-    """Whichever of them runs which model."""
+    """Check this whichever of them runs which model."""
     told, drawn = Told("abcxyz"), random.Random(1)
     for _ in range(12):
         for keys in "abc", "xyz":
@@ -489,7 +489,7 @@ def test_users_taking_turns_share_a_stream() -> None:
 
 
 def test_pool_users_continue_where_others_ended() -> None:
-    """Two models at the same time, each by whichever thread is free: each keeps its stream."""
+    """Run two models at once on any free threads: each model keeps its stream."""
     told, drawn = Told("abcxyz"), random.Random(2)
     places(told, [(1, "a"), (2, "x"), (1, "b"), (2, "y"), (1, "c"), (2, "z")] * 3, lent=True)
     for _ in range(20):
@@ -526,7 +526,7 @@ def test_short_simultaneous_leases_become_streams() -> None:
         for user in (1, 2)
     }
     late = {(user, place) for (user, _), place in list(zip(uses, found, strict=True))[60:]}
-    assert of[1] & of[2], "they began as if they took turns"
+    assert of[1] & of[2], "at first they share a stream"
     assert len(late) == 2
     assert CONTESTED > 0
 
@@ -565,11 +565,11 @@ def test_stream_unused_beyond_history_is_forgotten() -> None:
         told.use(1, "a")
         told.use(1, "b")
     told.use(2, "x")
-    assert told.use(3, "c") == 2, "all of them are lent: it began anew"
+    assert told.use(3, "c") == 2, "all groups are leased, so a new stream begins"
     for _ in range(40):
         told.use(1, "a")
         told.use(1, "b")
-    assert told.use(4, "z") == 1, "the place of one that is gone"
+    assert told.use(4, "z") == 1, "it reuses the index of an ended stream"
 
 
 # Prefetching ------------------------------------------------------------------------------------
@@ -585,7 +585,7 @@ WAYS = {(Tier.DISK, Tier.HOST): 1.0, (Tier.HOST, Tier.DEVICE): 10.0}
 def test_simultaneous_models_wait_as_little_as_alone(
     count: int, device: bool, jitter: float
 ) -> None:
-    """Computing takes twice as long as reading, and there is space for less than half."""
+    """Compute for twice as long as reading takes, with space for less than half."""
     drawn = random.Random(count)
     loops = [cycle(40, 1, f"{model} ") for model in range(count)]
     budgets: dict[Tier, int | None] = {Tier.HOST: 10 * count, Tier.DISK: None}
@@ -612,7 +612,7 @@ def test_simultaneous_models_wait_as_little_as_alone(
 
 
 def test_each_stream_may_prefetch_its_next_read_when_full() -> None:
-    """One stream may prefetch a little more than one group, as far as space allows."""
+    """Let one stream prefetch a little more than one group, as far as space allows."""
     loops = [cycle(12, 1, f"{model} ") for model in range(2)]
     planner = planner_for({Tier.HOST: 10, Tier.DISK: None}, "next-use")
     on_their_way: set[GroupId] = set()
@@ -631,7 +631,7 @@ def test_each_stream_may_prefetch_its_next_read_when_full() -> None:
         if stream in held:
             tell(events.Released(held[stream], Access.READ))
         tell(events.Demanded(group, stream))
-        if group in on_their_way:  # it comes when it is asked for
+        if group in on_their_way:  # it arrives when it is demanded
             on_their_way.remove(group)
             tell(events.Arrived(group, Tier.DISK, Tier.HOST))
         tell(events.Leased(group, Access.READ, stream=stream))
@@ -641,7 +641,7 @@ def test_each_stream_may_prefetch_its_next_read_when_full() -> None:
 
 
 def test_simultaneous_models_as_one_order_wait() -> None:
-    """The control of the test above: with one order for all it would fail."""
+    """Check the control of the previous test: with one order for all it would fail."""
     drawn = random.Random(1)
     left = {model: cycle(40, 15, f"{model} ") for model in range(2)}
     uses = []
@@ -692,7 +692,7 @@ def test_streams_plan_for_a_device() -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_single_user_is_planned_as_one_order(policy: str) -> None:
-    """Instruction by instruction, in random histories, which are planned for by one order."""
+    """Compare every instruction with those of one order, in random histories."""
     followed = 0
     for seed in range(60):
         world = play(seed, policy, 60)
@@ -717,7 +717,7 @@ def test_streams_in_random_histories_keep_every_promise(
 
 
 class History:
-    """Registers, puts, uses, changes and discards groups at random, in streams that come and go."""
+    """Registers, uses, changes and discards groups at random, in streams that begin and end."""
 
     def __init__(self, seed: int, planner: Planner) -> None:
         self.leased = 0
@@ -797,7 +797,7 @@ class History:
 
 
 def test_groups_come_and_go_while_streams_continue() -> None:
-    """Each key has a rank at once, however many there are."""
+    """Check that each key has a rank at once, however many there are."""
     told, drawn = Told("abcxyz"), random.Random(4)
     more = [f"more {number}" for number in range(200)]
     there: set[str] = set()

@@ -1,7 +1,7 @@
 """Requests, their moves, and their speed, checked after every step of random histories.
 
-`tests/histories` checks that nothing forbidden happens. These tests check that progress is made:
-free space is used, and the bookkeeping beside the copies agrees with them.
+`tests/histories` checks that nothing forbidden happens. These tests check progress: free space is
+used, and the bookkeeping agrees with the copies.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ FULL = (39, 57)
 
 
 class Told(RankingPolicy):
-    """Records the complete copies that its events should result in."""
+    """Records the copies that are complete according to its events."""
 
     def __init__(self, tiers: Collection[Tier]) -> None:
         super().__init__(LeastRecentlyUsed(), tiers)
         self.there: dict[Tier, set[GroupId]] = {tier: set() for tier in tiers}
 
     def admitted(self, group: GroupId, tier: Tier) -> None:
-        assert group not in self.there[tier], "it is told twice of the same copy"
+        assert group not in self.there[tier], "the same copy was admitted twice"
         self.there[tier].add(group)
         super().admitted(group, tier)
 
@@ -44,7 +44,7 @@ class Told(RankingPolicy):
 
 
 class Watched(World):
-    """After every step that pursues what is wanted: was all of it done that could be done?"""
+    """Checks after each step with requests that every possible move was made."""
 
     def __init__(self, budgets: Mapping[Tier, int | None]) -> None:
         self.budgets = budgets
@@ -70,7 +70,7 @@ class Watched(World):
         self.given_up = {i.tier for i in new if isinstance(i, Drop)}
         for copy in (i for i in new if isinstance(i, Copy)):
             self._look_at(copy, ahead=isinstance(event, events.SpillAdvised))
-        if not isinstance(event, events.Registered | events.ErrorReported):  # these pursue nothing
+        if not isinstance(event, events.Registered | events.ErrorReported):  # no request pursued
             self._check_blocked()
         self.steps += 1
         going = [copy for copy in self.books.moving if not self._ends(copy)]
@@ -97,10 +97,10 @@ class Watched(World):
         assert self.planner.all_there() == all(top in group.copies for group in newest)
         for tier in self.books.tiers:
             there = {group.id for group in groups if group.present(tier)}
-            assert self.admitted.there[tier] == there, f"the policy believes otherwise: {tier.name}"
+            assert self.admitted.there[tier] == there, f"the policy disagrees: {tier.name}"
 
     def _look_at(self, copy: Copy, *, ahead: bool) -> None:
-        """Return whether a request waits for a new copy."""
+        """Check that a new copy is urgent exactly if a request waits for it."""
         if copy.dst > copy.src:
             assert copy.urgent != ahead, copy
             return
@@ -114,7 +114,7 @@ class Watched(World):
         for group in requests.offloads:
             wanted = group in requests.demands or group in requests.host_demands
             there = wanted or group.present(self.books.top)
-            assert there, f"{group.id} is not there to be offloaded"
+            assert there, f"{group.id} is not resident, so it cannot be offloaded"
         for group in requests.demands:
             self._check_waiter(group, self.books.top, is_pulled=True)
         for group in requests.host_demands:
@@ -130,7 +130,7 @@ class Watched(World):
                 assert had, f"{group.id} is not saved"
 
     def _check_waiter(self, group: GroupRecord, goal: Tier, *, is_pulled: bool) -> None:
-        """Bytes are on their way, or there is no room for them on the next tier."""
+        """Check that its bytes are on their way, or that the next tier has no space for them."""
         there = [tier for tier in self.books.tiers if group.present(tier)]
         if group.error or not there or min(there) <= goal:
             return
@@ -139,14 +139,14 @@ class Watched(World):
         requests, top = self.inside.requests, self.books.top
         renewed = set(requests.host_demands.get(group, [])) == {HostAccess.RENEW}
         if goal not in group.copies and (is_pulled or renewed):
-            assert not self._has_room(group, goal), f"{group.id} waits for room that is there"
+            assert not self._has_room(group, goal), f"{group.id} waits although there is space"
             return
         above = self.inside.table.above[min(there)]
         next_one = group.copies.get(above)
         if next_one is None:
             only_space = renewed and not is_pulled
             had = only_space or not self._has_room(group, above)
-            assert had, f"{group.id} waits half-way for room that is there"
+            assert had, f"{group.id} waits half-way although there is space"
         elif next_one.state is State.RESERVED:
             pulled = group in requests.demands and top in group.copies
             assert renewed and not pulled, f"{group.id} is forgotten"
@@ -155,7 +155,7 @@ class Watched(World):
         """Return whether `tier` has space for it, or would after dropping clean copies."""
         budget, used = self.planner.budgets[tier], self.planner.used[tier]
         if budget is None or tier in self.given_up:
-            return budget is None  # others may have dropped some of what they need just now
+            return budget is None  # other evictions may just have used some
         groups = self.inside.table.groups.values()
         leaving = any(tier in g.copies and g.copies[tier].unwanted for g in groups)
         # The policy chooses the victim, and whether it is dropped or saved.

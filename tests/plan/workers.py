@@ -1,8 +1,8 @@
-"""Workers that share host memory, on a virtual clock: each uses its groups in a loop of its own.
+"""Workers that share host memory, on a virtual clock: each uses its groups in a loop.
 
-A worker asks for a group, computes with it for some seconds, and gives back the one that it has
-held for longest. What is asked for comes at once, so that counts are exact. `missed` has, by worker
-and by pass, how many of its groups had to be fetched.
+A worker demands a group, computes with it for some seconds, and releases the one that it has held
+for longest. Demanded groups arrive at once, so counts are exact. `missed` has the number of groups
+that had to be fetched, by worker and by pass.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tierstore.plan.planner import NEXT_USE_WITHOUT_PREFETCH, Planner, planner_f
 class Worker:
     """Uses `keys` in a loop, as one of several workers.
 
-    Each use takes so many seconds (up to `jitter` times as many more), from `start` on (seconds),
-    for so many passes. It holds `held` groups at once, and acquires `burst` at once: then it
-    computes with all of them.
+    Each use takes `seconds` (plus up to `jitter` times that), from `start` on (seconds), for
+    `passes` passes. The worker has `holds` leases at once, and acquires `burst` groups at once:
+    then it computes with all of them.
     """
 
     stream: int
@@ -42,7 +42,7 @@ class Worker:
 
 
 class Workers:
-    """A planner with room for so many bytes, and who uses it. All groups are on disk."""
+    """A planner with `room` bytes of host memory, and its users. All groups are on disk."""
 
     def __init__(
         self, groups: Mapping[str, int], room: int, planner: Planner | None = None, seed: int = 1
@@ -71,7 +71,7 @@ class Workers:
             heapq.heappush(self._next, (worker.start, worker.stream, worker))
 
     def end(self, *streams: int) -> None:
-        """These workers are gone, and what they hold is given back."""
+        """End these workers, and release their leases."""
         self._over.update(streams)
         for stream in streams:
             for worker in [w for _, _, w in self._next if w.stream == stream]:
@@ -108,5 +108,5 @@ class Workers:
             self.tell(events.Released(worker.held.pop(0), Access.READ))
 
     def misses(self, stream: int, first: int, last: int) -> float:
-        """Per pass of a worker, from its pass `first` to before `last`, counted from 0."""
+        """Return a worker's misses per pass, from pass `first` to before `last`, counted from 0."""
         return sum(self.missed[stream, turn] for turn in range(first, last)) / (last - first)

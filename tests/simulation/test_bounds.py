@@ -1,4 +1,4 @@
-"""Belady's algorithm is a bound on every policy, and is reached."""
+"""Belady's algorithm is a bound for every policy, and is attained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def fewest_misses(keys: tuple[str, ...], room: int) -> int:
-    """Every way to keep groups, tried out: misses with room for so many of equal size."""
+    """Return the fewest misses with space for `room` equal groups, by trying every choice."""
     reached = {frozenset[str](): 0}
     for key in keys:
         following: dict[frozenset[str], int] = {}
@@ -70,18 +70,18 @@ def test_bound_of_a_loop_reads_only_the_excess() -> None:
 def test_trace_uses_only_groups_it_has(trace: Trace) -> None:
     assert set(trace.keys) == set(trace.groups)
     assert all(nbytes >= 20 * MB for nbytes in trace.groups.values())
-    assert len(trace.keys) > 3 * len(trace.groups), "or nothing could be learned"
+    assert len(trace.keys) > 3 * len(trace.groups), "too few uses to learn from"
 
 
 @pytest.mark.full("a whole benchmark; its planner and its carrier are in test_simulation.py")
 def test_policy_claims_hold() -> None:
-    """Bytes and virtual seconds only: the cost of planning is measured by the bench itself."""
+    """Check bytes and virtual seconds only: the bench itself measures the cost of planning."""
     parts = [word for part in ("missed", "hierarchy", "prefetch") for word in ("--only", part)]
     output = output_of("-m", "tools.bench", "policies", "--small", *parts)
     claims = [line for line in output.split("## Claims")[1].splitlines() if line]
     assert len(claims) == 7
-    # Of a recorded run, which is short, what is missed until its order is known is more than the
-    # twentieth that is claimed: the bench says so. It shall not become more.
+    # A recorded run is short, so its misses until the order is learned exceed the claimed
+    # twentieth, as the bench reports. They must not grow.
     others = [line for line in claims if "recorded traces" not in line]
     assert len(others) == 6
     assert all(line.startswith("- held: ") for line in others), "\n".join(claims)

@@ -1,4 +1,4 @@
-"""Loops over the models that the store is made for: planned, they are near what can be reached."""
+"""Plans of loops over the models that the store is made for are near the optimum."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TO_HOST, TO_DEVICE = SPEED
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_planned_passes_of_flux_are_near_the_bound(cell: str) -> None:
-    """The first two passes are planned use by use; the plan is entered from what they leave."""
+    """Plan the first two passes use by use; the plan is entered from their state."""
     found = entered(cell, 200)
     assert found.mean <= CELLS[cell][1]
     assert found.longest <= SETTLED
@@ -64,16 +64,16 @@ def test_plan_of_several_models_is_near_the_bound(name: str, cell: int) -> None:
 
 @pytest.mark.full("four seconds")
 def test_plan_with_a_text_encoder_reads_the_necessary_bytes() -> None:
-    """The ring that serves a period without long stays is too small for one that has them."""
+    """Size the ring for periods with long stays, which need a larger one."""
     assert several(WITH_ENCODER, *SEVERAL[WITH_ENCODER][1]).by_bound <= NEAR
 
 
 @pytest.mark.full("ten seconds")
 def test_plan_with_a_text_encoder_all_in_ram_gets_no_worse() -> None:
-    """Misses the aim of 1.10.
+    """Check a known miss of the aim of 1.10.
 
-    The encoder computes for a moment, so nothing hides the copies of its weights; the bound adds up
-    each kind of work over the period, and does not see that.
+    The encoder computes only for a moment, so nothing hides the copies of its weights. The bound
+    adds up each kind of work over the period and ignores that.
     """
     assert several(WITH_ENCODER, *SEVERAL[WITH_ENCODER][0]).by_bound <= 1.2
 
@@ -85,7 +85,7 @@ def test_training_step_moves_little_above_the_bound(cell: int) -> None:
     assert several(name, *SEVERAL[name][cell]).bytes_by_least <= LEAST_BYTES
 
 
-@pytest.mark.full("a whole benchmark in small; its figures are looked at above")
+@pytest.mark.full("a whole small benchmark; the tests above check its figures")
 def test_bench_of_planned_loops_holds_its_claims() -> None:
     output = output_of("-m", "tools.bench", "loop_plans", "--small")
     claims = [line for line in output.split("## Claims")[1].splitlines() if line]
@@ -106,7 +106,7 @@ def passes(budgets_: tuple[int, int], count: int) -> list[LoopPass]:
 def test_loop_is_planned_from_the_third_pass_on() -> None:
     found = passes((60, 60), 8)
     assert [one.planned for one in found] == [False, False, *[True] * 6]
-    assert found[0].bytes_moved[TO_HOST] == sum(LOOP.sizes), "all was read once"
+    assert found[0].bytes_moved[TO_HOST] == sum(LOOP.sizes), "every group is read once"
     assert len({round(one.seconds, 9) for one in found[5:]}) == 1
     assert len({tuple(one.bytes_moved.items()) for one in found[3:]}) == 1
 
@@ -114,7 +114,7 @@ def test_loop_is_planned_from_the_third_pass_on() -> None:
 def test_entering_a_plan_moves_only_missing_groups() -> None:
     found = passes((60, 200), 6)
     entering, later = found[2].bytes_moved, found[3].bytes_moved
-    assert entering[TO_HOST] == later[TO_HOST] == 0, "all of it was in host memory"
+    assert entering[TO_HOST] == later[TO_HOST] == 0, "every group was in host memory"
     assert 0 < entering[TO_DEVICE] - later[TO_DEVICE] <= 60 * PAGE
 
 

@@ -34,7 +34,7 @@ GROUPS = 8
 
 
 def work(store: TierStore, place: Path) -> None:
-    """Run some of every operation, on twice the bytes that fit: also ones that fail."""
+    """Run some of every operation, failing ones too, on twice the bytes that fit."""
     save_file({f"weights.{n}": pages(n, 4) for n in range(GROUPS)}, place / "model.safetensors")
     keys = store.register_checkpoint(place / "model.safetensors")
     for n in range(GROUPS):
@@ -57,7 +57,7 @@ def work(store: TierStore, place: Path) -> None:
 
 
 def run(place: Path, device: str = "cpu") -> Path:
-    """The trace of a run on a device."""
+    """Return the trace of a run on a device."""
     with open_store(place / "store", 32 * PAGE, device) as store:
         work(store, place)
         stats = None
@@ -77,7 +77,7 @@ def record_of(trace: Path) -> EventRecord:
 
 
 def moves_of(record: EventRecord) -> Counter[tuple[str, str, int]]:
-    """Return a current planner's moves, as far as the record reports their arrival."""
+    """Return the current planner's moves, as far as the record reports their arrival."""
     moves: Counter[tuple[str, str, int]] = Counter()
     under_way: dict[tuple[GroupId, Tier, Tier], int] = {}
     for event, instructions in replay(record):
@@ -87,12 +87,12 @@ def moves_of(record: EventRecord) -> Counter[tuple[str, str, int]]:
         for one in instructions:
             if isinstance(one, Copy):
                 under_way[one.group, one.src, one.dst] = one.nbytes
-    assert not under_way, "the run was not over"
+    assert not under_way, "the run had not ended"
     return moves
 
 
 def told(hop: str, key: str, nbytes: int) -> tuple[str, str, int]:
-    """Return a move. Reads of weights have no size: it depends on their place in the file."""
+    """Return a move. Reads of weights get size 0: theirs depends on the place in the file."""
     return KINDS[hop], key, 0 if hop == "DISK>HOST" and key.startswith("weights") else nbytes
 
 
@@ -130,7 +130,7 @@ def edited(record: EventRecord, number: int, one: Handled) -> EventRecord:
 
 def difference_in(record: EventRecord) -> Difference:
     difference = first_difference(record)
-    assert difference is not None, "the events were edited, and nobody is told"
+    assert difference is not None, "the edit was not noticed"
     assert difference.recorded == record.handled[difference.number]
     return difference
 
@@ -155,7 +155,7 @@ def test_replay_of_an_edited_record_names_the_edited_event(tmp_path: Path) -> No
     "change", [{"policy": "lru"}, {"budgets": {Tier.HOST: 24 * PAGE, Tier.DISK: None}}]
 )
 def test_replay_with_another_planner_differs(change: dict[str, Any], tmp_path: Path) -> None:
-    """The control: another planner gives other instructions."""
+    """Check the control: another planner gives other instructions."""
     assert first_difference(replace(record_of(run(tmp_path)), **change)) is not None
 
 
@@ -177,7 +177,7 @@ def test_replay_without_a_beginning_raises(change: dict[str, Any], wrong: str) -
 
 @on_both
 def test_record_begins_anew_with_each_planner(device: str, tmp_path: Path) -> None:
-    """This happens after an interrupted transaction, with the budgets of that moment."""
+    """Replace the planner, as after an interrupted transaction, with the budgets of that moment."""
     with TierStore(32 * PAGE, tmp_path / "store", device=device) as store:
         store.put("a", pages(1))
         if device != "cpu":

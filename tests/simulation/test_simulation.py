@@ -105,7 +105,7 @@ def test_simulated_lru_loop_is_read_whole_each_pass() -> None:
 
 
 def test_simulated_compute_as_long_as_reads_hides_them() -> None:
-    """Half of the groups fit, and reading one takes as long as computing with one."""
+    """Let half of the groups fit, and let reading one take as long as computing with one."""
     groups = equal(20)
     uses = loop(groups, 12, 1.0)
     hidden = simulate(groups, uses, on_host(1000), bandwidth=SPEED)
@@ -114,7 +114,9 @@ def test_simulated_compute_as_long_as_reads_hides_them() -> None:
     stalled = sum(use.waited for use in hidden.uses[learned])
     computed = 9 * len(groups) * 1.0
     assert stalled <= 0.03 * computed
-    assert sum(use.waited for use in shown.uses[learned]) > 0.4 * computed, "so it has to be hidden"
+    assert sum(use.waited for use in shown.uses[learned]) > 0.4 * computed, (
+        "the control has nothing to hide"
+    )
 
 
 def test_simulated_group_that_never_fits_raises() -> None:
@@ -133,11 +135,11 @@ def test_simulation_is_deterministic() -> None:
     assert runs[0] == runs[1]
 
 
-# --- what always holds ----------------------------------------------------------------------------
+# --- invariants -----------------------------------------------------------------------------------
 
 
 class Watched:
-    """A planner that is checked at every event, and whose copies are noted."""
+    """A planner that is checked at every event, and whose copies are recorded."""
 
     def __init__(self, planner: Planner) -> None:
         self.planner = planner
@@ -164,7 +166,7 @@ def watched_run(
     bandwidth: Mapping[Hop, float] | None = None,
     **options: Any,
 ) -> tuple[Outcome, Watched]:
-    """`simulate`, and the planner."""
+    """Run `simulate`. Returns the outcome and the planner."""
     clock = Clock()
     watched = Watched(planner_with_groups(groups, budgets, clock, **options))
     return play(cast(Planner, watched), clock, uses, bandwidth or {}), watched
@@ -215,7 +217,7 @@ def test_simulation_totals_add_up_within_budgets(
 
 
 def check_clock(outcome: Outcome, uses: Sequence[Use]) -> None:
-    """On one thread, every second is computing or waiting."""
+    """Check that on one thread every second is computing or waiting."""
     now = 0.0
     for use, served in zip(uses, outcome.uses, strict=True):
         assert served.key == use.key
@@ -243,7 +245,7 @@ def check_bytes(outcome: Outcome, planner: Watched, groups: Mapping[str, int]) -
     seen: dict[str, None] = {}
     for served in outcome.uses:
         seen[served.key] = None
-        assert served.bytes_read >= sum(groups[key] for key in seen), "it cannot have come"
+        assert served.bytes_read >= sum(groups[key] for key in seen), "it cannot have arrived"
 
 
 def assert_within(outcome: Outcome, budgets: Mapping[Tier, int | None]) -> None:
@@ -252,7 +254,7 @@ def assert_within(outcome: Outcome, budgets: Mapping[Tier, int | None]) -> None:
 
 
 def test_simulation_notices_an_overfull_planner() -> None:
-    """The check above is one: a planner that believes in more room than there is fails it."""
+    """Check the control: a planner that believes in too much space fails."""
     groups = equal(3)
     outcome, _ = watched_run(groups, loop(groups, 2, 1.0), on_host(200))
     assert_within(outcome, on_host(200))

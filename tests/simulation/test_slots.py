@@ -1,7 +1,7 @@
-"""In the steady state of a loop, slots serve one group after the other and are not made anew.
+"""In the steady state of a loop, slots are reused for one group after another.
 
-Counted for the models that the store is made for, cut as they would be, with the sizes that their
-groups have: the planner decides on a virtual clock, and arenas keep the slots that it would fill.
+Counted for the models that the store is made for, partitioned as usual, with the sizes of their
+groups. The planner decides on a virtual clock, and arenas keep the slots that it would fill.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Slots:
 
 
 def made_in_each_pass(groups: Mapping[str, int], budgets: Budgets, passes: int) -> list[int]:
-    """Return the slots of host memory allocated in each pass over the groups, in their order."""
+    """Return the slots of host memory allocated in each pass over the groups, in order."""
     clock = Clock()
     slots = Slots(planner_with_groups(groups, budgets, clock), clock, budgets)
     made = [0]
@@ -68,13 +68,13 @@ def made_in_each_pass(groups: Mapping[str, int], budgets: Budgets, passes: int) 
             slots.run.use(Use(key, nbytes / COMPUTING))
         made.append(slots.made())
     for tier, arena in slots.arenas.items():
-        assert arena.peak_held <= (budgets[tier] or 0), "the budget counts what slots take"
+        assert arena.peak_held <= (budgets[tier] or 0), "the budget counts whole slots"
     return np.diff(made).tolist()
 
 
 @contextmanager
 def any_size_goes() -> Iterator[None]:
-    """Show the control: no slot of the needed size is looked for."""
+    """Show the control: eviction looks for no slot of the needed size."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(eviction, "SAME_SIZE_AMONG", 0)
         yield
@@ -93,11 +93,11 @@ def test_loop_reuses_slots_of_several_sizes() -> None:
     with any_size_goes():
         control = made_in_each_pass(groups, budgets, 14)[-4:]
     assert sum(steady) <= 4
-    assert min(control) >= 5, "otherwise they are"
+    assert min(control) >= 5, "the control allocates slots"
 
 
 def file_tensors(model: torch.nn.Module) -> list[FileTensor]:
-    """The tensors of a model as files of up to 10 GB have them, in bfloat16."""
+    """Return a model's tensors as in bfloat16 files of up to 10 GB."""
     shards: list[list[tuple[str, torch.Tensor]]] = [[]]
     size = 0
     for name, tensor in model.state_dict().items():
@@ -129,7 +129,7 @@ def cut(name: str, device: float, host: float) -> dict[str, int]:
     return {group.key: group.nbytes for group, _ in groups_of(tensors, "block_level", target)}
 
 
-@pytest.mark.full("real models, 14 passes each, twice: a minute; another has a loop like theirs")
+@pytest.mark.full("real models, 14 passes each, twice: a minute; another test has a similar loop")
 @pytest.mark.parametrize("shares", [(0.1, 0.3), (0.25, 0.4), (0.5, 0.3)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_real_models_reuse_slots_in_steady_state(name: str, shares: tuple[float, float]) -> None:
@@ -144,7 +144,7 @@ def test_real_models_reuse_slots_in_steady_state(name: str, shares: tuple[float,
 
 
 def test_equal_blocks_have_equal_slots_at_any_offset() -> None:
-    """Each begins elsewhere in a page of its file, and so takes a page more or less."""
+    """Begin each elsewhere in a page of its file, so that it takes a page more or less."""
     tensors, at = [], 8
     for block in range(60):
         for part, nbytes in (("a", 18_874_368), ("b", 6146)):
@@ -153,7 +153,7 @@ def test_equal_blocks_have_equal_slots_at_any_offset() -> None:
             at += nbytes
     groups = [group for group, _ in groups_of(tensors, "block_level", 32 << 20)]
     assert len(groups) == 60
-    assert len({group.tensors[0].offset for group in groups}) > 20, "wherever they lie"
+    assert len({group.tensors[0].offset for group in groups}) > 20, "at any offset"
     assert len({group.nbytes for group in groups}) == 1
 
 

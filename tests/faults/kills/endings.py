@@ -28,7 +28,7 @@ BUDGET = 24 << 20
 GROUPS = 12
 LENGTH = 250_000
 SLOW = 0.05
-"""Seconds more for each read and write of the disk: so much is under way when the program ends."""
+"""Extra seconds for each read and write of the disk, so that many are under way at the end."""
 CODE = 5
 
 torch.set_num_threads(1)
@@ -48,7 +48,7 @@ def number_of(group: Any) -> int:
 
 
 def slowed(name: str, seconds: float) -> threading.Event:
-    """Make a call of the system slow. The event is set when it is made the next time."""
+    """Slow down a system call. The event is set at its next call."""
     made = threading.Event()
 
     def wait() -> None:
@@ -60,7 +60,7 @@ def slowed(name: str, seconds: float) -> threading.Event:
 
 
 def busy(disk_dir: Path) -> TierStore:
-    """A store that has flushed some groups, and reads, writes and spills others now."""
+    """Return a store that has flushed some groups, and is reading, writing and spilling others."""
     slowed("preadv", SLOW)
     writing = slowed("pwrite", SLOW)
     store = TierStore(BUDGET, disk_dir, device="cpu")
@@ -130,7 +130,7 @@ def leave_a_daemon_thread(store: TierStore, _: Tell) -> None:
 
 
 def leave_a_waiting_thread(store: TierStore, _: Tell) -> None:
-    """Somebody holds a group for ever, and another one waits for it."""
+    """Leave a thread that waits for a group which another thread never releases."""
     lease = store.acquire("fresh 0", Access.UPDATE)
     waiting = threading.Event()
 
@@ -141,11 +141,11 @@ def leave_a_waiting_thread(store: TierStore, _: Tell) -> None:
     threading.Thread(target=wait, daemon=True).start()
     waiting.wait()
     time.sleep(0.1)
-    LATE.append(lambda: lease and None)  # it is not collected before
+    LATE.append(lambda: lease and None)  # it must not be collected earlier
 
 
 def leave_a_working_thread(store: TierStore, tell: Tell) -> None:
-    """The interpreter waits for it: so the store must work until it is done."""
+    """Leave a thread that the interpreter waits for: the store must work until it is done."""
 
     def work() -> None:
         time.sleep(0.2)
@@ -172,7 +172,7 @@ def close_it_at_exit(store: TierStore, tell: Tell) -> None:
 
 
 def use_it_too_late(store: TierStore, tell: Tell) -> None:
-    """An exit handler that was registered before the library was imported comes after its own."""
+    """Use the store in an exit handler that runs after the library's own."""
 
     def use() -> None:
         for name, call in {
@@ -195,7 +195,7 @@ def use_it_too_late(store: TierStore, tell: Tell) -> None:
 
 
 def fork_a_child_that_ends(store: TierStore, tell: Tell) -> None:
-    """The child ends as any interpreter does. The parent goes on."""
+    """Fork a child that exits as any interpreter does. The parent continues."""
     child = os.fork()
     if child == 0:
         return
@@ -207,7 +207,7 @@ def fork_a_child_that_ends(store: TierStore, tell: Tell) -> None:
 
 
 def have_a_dead_disk(store: TierStore, tell: Tell) -> None:
-    """Whatever is asked of the disk from now on is never answered."""
+    """Make the disk never answer again."""
     slowed("pwrite", 600)
     slowed("preadv", 600)
     threading.Thread(target=use_for_ever, args=(store,), daemon=True).start()
@@ -243,7 +243,7 @@ _kept: list[TierStore] = []
 
 
 def end(way: str, disk_dir: Path, tell: Tell) -> None:
-    """Have much under way, and end."""
+    """Start much work, and end."""
     if way == NO_STORE:
         tell("ends", time.monotonic())
         return
@@ -254,7 +254,7 @@ def end(way: str, disk_dir: Path, tell: Tell) -> None:
 
 
 def look(disk_dir: Path, tell: Tell) -> None:
-    """Tell what is there afterwards, whole or not."""
+    """Report the contents found afterwards, complete or not."""
     before = sorted(path.name for path in disk_dir.glob("tmp/*"))
     with TierStore(BUDGET, disk_dir, device="cpu") as store:
         tell("groups", {key: number_of(store.get(key)) for key in store})

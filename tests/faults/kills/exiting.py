@@ -1,9 +1,9 @@
-"""Processes that end with much under way, each in a way of its own.
+"""Processes that end with much work under way, each in a different way.
 
     python -m tests.faults.kills.exiting DIRECTORY WAYS
 
-All are forked from this process, which starts no thread, and end as an interpreter does: by coming
-to the end of the program, past all its exit handlers. Prints a line of JSON for each: an `Ending`.
+All are forked from this process, which starts no thread, and end as an interpreter does: at the end
+of the program, after all its exit handlers. Prints a line of JSON for each: an `Ending`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def hear(source: int, child: int, until: float) -> tuple[list[Any], int | None, 
 
 
 def fork(do: Callable[[Tell], None], errors: Path) -> tuple[int, int] | None:
-    """Return the pipe to read and the child. Returns None in the child, which has finished."""
+    """Return the pipe to read and the child's id; in the child, None once it has finished."""
     source, drain = os.pipe()
     child = os.fork()
     if child:
@@ -74,7 +74,7 @@ def main(root: Path, ways: list[str]) -> None:
     from tests.faults.kills import endings
 
     gc.collect()
-    gc.freeze()  # what was imported need not be looked through whenever a process ends
+    gc.freeze()  # each exit need not scan the imported modules for garbage
     for way in ways:
         ending = Ending(way)
         errors = root / f"{way}.errors"

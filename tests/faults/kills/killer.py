@@ -1,8 +1,8 @@
 """Kills its own process at a chosen system call.
 
-Every function of `os` and the like through which the library touches files is wrapped: the n-th
-call from a given moment on, by any thread, is the last one. The process dies before it, after it,
-or halfway through a write. Changes outside of one directory are reported, too.
+All functions of `os` and similar modules through which the library accesses files are wrapped. From
+a given moment on, the n-th call by any thread is the last: the process dies before it, after it, or
+halfway through a write. Changes outside one directory are reported, too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CHANGES = {
     "rename": 2, "replace": 2, "link": 2, "unlink": 1, "remove": 1, "mkdir": 1, "rmdir": 1,
     "truncate": 1, "symlink": 2, "chmod": 1, "utime": 1,
 }  # fmt: skip
-"""Calls that change what a directory holds, and how many paths they name."""
+"""Calls that change a directory's contents, and the number of paths they take."""
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
@@ -41,13 +41,13 @@ class Killer:
     def __init__(self, tell: Tell, inside: str) -> None:
         self._tell = tell
         self._inside = os.path.realpath(inside)
-        self._calls = itertools.count(1)  # whichever thread asks
+        self._calls = itertools.count(1)  # for every thread
         self._target: int | None = None
         self._when, self._names = BEFORE, CALLS
         until_the_end(answered((*CALLS, "flock"), self._answer))
 
     def arm(self, target: int, when: str, only: str = "") -> None:
-        """From now on: die at call number `target` of all, or of `only` those of one name."""
+        """Arm it: die at call number `target` of all calls, or of those named `only`."""
         self._calls = itertools.count(1)
         self._target, self._when = target, when
         self._names = (only,) if only else (*CALLS, "flock")
@@ -60,7 +60,7 @@ class Killer:
             self._die(BEFORE, call.name)
         if self._when == HALF and call.name == "pwrite":
             nbytes = len(call.args[1])
-            with contextlib.suppress(OSError):  # direct writes take whole pages only
+            with contextlib.suppress(OSError):  # direct writes need whole pages
                 call.in_part(nbytes // 2 // PAGE * PAGE or nbytes // 2)
             self._die(HALF, call.name)
         try:

@@ -4,11 +4,11 @@
 
 All are forked from this process, which computes nothing and starts no thread: torch is imported
 once. A killed process leaves its directory to the next one, which opens it, reports what it finds,
-works on, and is killed in turn, without a cleanup in between. After some kills, the directory is
-checked with `tierstore-inspect`, and another one is begun.
+continues the work, and is killed in turn, without a cleanup in between. After some kills,
+`tierstore-inspect` checks the directory, and the next directory is used.
 
-Some are killed at a chosen system call, some after a random time. Prints a line of JSON for each
-process: the number of the run, and an `Outcome`.
+Some processes are killed at a chosen system call, others after a random time. Prints a line of JSON
+for each process: the number of the run, and an `Outcome`.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from tierstore.cli.commands import inspector
 
 LIVES = 40  # in one directory
 CALLS = 50
-"""System calls after which a process dies at the latest.
+"""A process dies within this many system calls.
 
-Opening an empty directory makes about so many, and a put is on disk after half of them.
+Opening an empty directory takes about as many, and a put is on disk after half of them.
 """
 
 COMMITTING = ("rename", "rename", "unlink", "fsync", "pwrite")
-"""Calls that are few, and that it all depends on: half of the processes die at one of these."""
+"""Rare calls that commits depend on: half of the processes die at one of these."""
 
 DOINGS = (
     "put", "edit", "put_for_now", "discard", "take", "flush", "offload", "get", "prefetch",
@@ -60,12 +60,12 @@ class Outcome:
     killed: bool = False
     at: str = ""  # the call it died at
     during: list[str] = field(default_factory=list)
-    left: int = 0  # temporary files that were there when it was dead
+    left: int = 0  # temporary files left after its death
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
 
 
-# A directory in which process after process is killed ---------------------------------------------
+# A directory in which one process after another is killed -----------------------------------------
 
 
 class Scene:
@@ -87,7 +87,7 @@ class Scene:
         self._around = self._look_around()
 
     def _look_around(self) -> dict[str, tuple[int, int]]:
-        """All but the store's directory: no name, size or time may change."""
+        """Check that no name, size or time outside the store's directory has changed."""
         found = {}
         for path in self._root.rglob("*"):
             if self.disk_dir not in (path, *path.parents) and path != self.disk_dir.parent:
@@ -96,7 +96,7 @@ class Scene:
         return found
 
     def kill_one(self) -> Outcome:
-        """Have a process work there and be killed."""
+        """Run a process on the directory, and kill it."""
         outcome = Outcome(self._place, f"{self._seed} {self.lives}")
         plan, kill = self._plan(outcome)
         begun = time.monotonic()
@@ -163,7 +163,7 @@ class Scene:
                 outcome.wrong.append(f"{kind}: {what}")
 
     def _prune(self) -> list[str]:
-        """Let `tierstore-inspect` remove leftovers, instead of opening the store."""
+        """Delete orphans with `tierstore-inspect` instead of by opening the store."""
         wrong, _ = self._inspect("prune", "-y")
         return wrong + [f"not pruned: {path.name}" for path in self.disk_dir.glob("tmp/*")]
 
@@ -186,7 +186,7 @@ class Scene:
         return wrong, said
 
     def end(self) -> Outcome:
-        """Open and close it once more, and look at everything that is left then."""
+        """Open and close the directory once more, and check all that is left."""
         outcome = Outcome(self._place, f"{self._seed} at the end")
         plan = Plan(0, str(self.disk_dir), steps=0)
         for told in messages_from(*forked(lambda tell: work(plan, tell))):
@@ -214,7 +214,7 @@ class Run:
     until_wrong: bool = False
 
     def outcomes(self) -> Iterator[Outcome]:
-        """Kill them."""
+        """Kill the processes, and yield their outcomes."""
         scenes: dict[str, Scene] = {}
         killed = 0
         wrong = False

@@ -9,7 +9,7 @@ LATE: list[Callable[[], None]] = []
 
 
 def register() -> None:
-    """To be called before anything else that registers exit handlers is imported."""
+    """Register the function. Call this before importing any module that registers exit handlers."""
     atexit.register(_run)
 
 

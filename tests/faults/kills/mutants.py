@@ -1,6 +1,6 @@
-"""Ways to do it worse. The same kills that find nothing wrong with the store find each of them.
+"""Faulty variants of the store. Kills that find no fault in the store find each of these.
 
-Most are done at the boundary to the system: the store asks for what is right, and gets less.
+Most act at the boundary to the system: the store's call is right, but does less.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def is_of_a_group(call: Call) -> bool:
 
 
 def write_in_place() -> None:
-    """A group is written over the one that it replaces: no rename."""
+    """Write a group over the one it replaces, without a rename."""
 
     def write(call: Call) -> None:
         name, target = call.args
@@ -40,7 +40,7 @@ def write_in_place() -> None:
 
 
 def remove_before_the_rename() -> None:
-    """For a moment there is neither the old group nor the new one."""
+    """Remove the old group before the rename: for a moment there is neither."""
 
     def rename(call: Call) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -51,7 +51,7 @@ def remove_before_the_rename() -> None:
 
 
 def never_clean_up() -> None:
-    """Opening leaves what a killed process left half-written."""
+    """Skip the deletion of orphans when a store opens."""
 
     def is_looked_for(call: Call) -> bool:
         return isinstance(call.args[0], int) and str(call.path).endswith("/tmp")
@@ -60,19 +60,19 @@ def never_clean_up() -> None:
 
 
 def flush_nothing() -> None:
-    """A flush is acknowledged before anything is on disk."""
+    """Acknowledge a flush before anything is on disk."""
     TierStore.flush = lambda self: None
 
 
 def remove_nothing() -> None:
-    """Files stay when their groups are discarded, taken or replaced by what does not last."""
+    """Keep files of groups that were discarded, taken, or replaced by non-durable ones."""
     until_the_end(
         system_call("unlink", returns=None, when=lambda call: "/objects/" in str(call.path))
     )
 
 
 def write_elsewhere() -> None:
-    """A file is made beside the store's directory."""
+    """Create a file outside the store's directory."""
 
     def make_two(call: Call) -> int:
         store = os.path.dirname(os.path.dirname(str(call.path)))

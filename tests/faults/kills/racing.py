@@ -2,9 +2,9 @@
 
     python -m tests.faults.kills.racing DIRECTORY PROCESSES ROUNDS
 
-In each round all of them try at once. The winner keeps it until all have tried. Prints a line of
-JSON for each round: the number of winners, the errors of the others, and the faults. Imports no
-torch.
+In each round all of them try at once. The winner keeps the directory until all have tried. Prints a
+line of JSON for each round: the number of winners, the errors of the others, and the faults.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WON = "won"
 
 @dataclass
 class Round:
-    """`told` is what was said to those who did not win."""
+    """One round. `told` has the errors of the processes that did not win."""
 
     winners: list[int] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
@@ -33,7 +33,7 @@ class Round:
 
 
 def tree(root: Path) -> dict[str, tuple[int, int, int]]:
-    """All files, with what would tell that they were written to or replaced."""
+    """Return all files, with attributes that show whether they were written to or replaced."""
     found = {}
     for path in sorted((root, *root.rglob("*"))):
         status = path.lstat()
@@ -76,7 +76,7 @@ class Racer:
             os.write(speaks, b"0")
 
     def tell(self) -> None:
-        """Let it go on."""
+        """Let it continue."""
         os.write(self._speaks, b".")
 
     def answer(self) -> Any:
@@ -84,7 +84,7 @@ class Racer:
         return json.loads(os.read(self._listens, 4096))
 
     def end(self) -> None:
-        """Let it go."""
+        """End the process."""
         os.close(self._speaks)
         os.close(self._listens)
         os.waitpid(self.process, 0)
@@ -117,7 +117,7 @@ def run_round(racers: list[Racer], directory: Path) -> Round:
 def main(directory: Path, processes: int, rounds: int, mutant: str = "") -> None:
     if mutant == "no lock":
         until_the_end(system_call("flock", returns=None))
-    # A racer has copies of the pipes of those before it: it ends first.
+    # A racer inherits the pipes of earlier racers, so it ends first.
     racers = [Racer(directory) for _ in range(processes)]
     for _ in range(rounds):
         print(json.dumps(asdict(run_round(racers, directory))), flush=True)

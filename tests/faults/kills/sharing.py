@@ -1,9 +1,9 @@
-"""Processes that want one directory, with real stores: forked from one that has imported torch.
+"""Processes that compete for one directory with real stores, forked from one that imported torch.
 
     python -m tests.faults.kills.sharing DIRECTORY ROUNDS
 
-Prints a line of JSON for each scene: its name, and what it has found (`test_sharing.py` says what
-that should be).
+Prints a line of JSON for each scene: its name and its findings (`test_sharing.py` has the expected
+ones).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Wait = Callable[[], None]
 
 
 class Child:
-    """A process that does something, tells, and waits until it may go on."""
+    """A process that does something, reports it, and waits until it may continue."""
 
     def __init__(self, do: Callable[[Tell, Wait], None]) -> None:
         listens, self._speaks = os.pipe()
@@ -62,7 +62,7 @@ class Child:
         os.write(speaks, json.dumps(told).encode() + b"\n")
 
     def hear(self) -> Any:
-        """The next that it tells."""
+        """Return the next message of the child."""
         line = b""
         while not line.endswith(b"\n"):
             if not select.select([self._listens], [], [], PATIENCE)[0]:
@@ -73,11 +73,11 @@ class Child:
         return json.loads(line)
 
     def go(self) -> None:
-        """Let it go on."""
+        """Let it continue."""
         os.write(self._speaks, b".")
 
     def end(self, *, kill: bool = False) -> int:
-        """Return its exit status, once it has ended."""
+        """Return its exit status, after waiting for its end."""
         if kill:
             os.kill(self.process, signal.SIGKILL)
         _, status = os.waitpid(self.process, 0)
@@ -118,7 +118,7 @@ def try_to_open(directory: Path) -> dict[str, Any]:
 
 
 def second(directory: Path, _: int) -> dict[str, Any]:
-    """Somebody opens a directory that is in use."""
+    """Open a directory that another process uses."""
 
     def own(tell: Tell, wait: Wait) -> None:
         with opened(directory) as store:
@@ -143,7 +143,7 @@ def second(directory: Path, _: int) -> dict[str, Any]:
 
 
 def killed_owner(directory: Path, _: int) -> dict[str, Any]:
-    """The owner is killed, with much under way."""
+    """Kill the owner with much work under way."""
 
     def own(tell: Tell, wait: Wait) -> None:
         store = opened(directory)
@@ -161,9 +161,9 @@ def killed_owner(directory: Path, _: int) -> dict[str, Any]:
 
 
 def with_a_forked_child(directory: Path, way: str, fork: str) -> dict[str, Any]:
-    """The owner is killed, or closes its store, while a process that it forked lives on.
+    """Kill the owner, or close its store, while a process that it forked is still alive.
 
-    Past Python (`raw`), nothing in the child can close its copy of the lock.
+    Forked outside Python (`raw`), the child cannot close its copy of the lock.
     """
 
     def own(tell: Tell, wait: Wait) -> None:
@@ -197,7 +197,7 @@ def with_a_forked_child(directory: Path, way: str, fork: str) -> dict[str, Any]:
 
 
 def counting(directory: Path, rounds: int) -> dict[str, Any]:
-    """Two processes open, count one further and close, whenever the other one has closed."""
+    """Run two processes that open, increment and close in turn."""
 
     def count(tell: Tell, _: Wait) -> None:
         done = 0
@@ -220,7 +220,7 @@ def counting(directory: Path, rounds: int) -> dict[str, Any]:
 
 
 def calls_of(store: TierStore, lease: Any) -> dict[str, Callable[[], Any]]:
-    """Everything that can be asked of a store."""
+    """Return all calls that a store offers."""
     return {
         "get": lambda: store.get("group"),
         "put": lambda: store.put("other", numbers(2)),
@@ -248,7 +248,7 @@ def calls_of(store: TierStore, lease: Any) -> dict[str, Callable[[], Any]]:
 
 
 def try_everything(store: TierStore, lease: Any, tell: Tell) -> None:
-    """Tell how each call ends, and after how many seconds; before that, that it hangs."""
+    """Report that each call hangs, and then how and after how many seconds it ends."""
     for name, call in calls_of(store, lease).items():
         tell([name, "hangs", PATIENCE])
         begun = time.monotonic()
@@ -263,7 +263,7 @@ def try_everything(store: TierStore, lease: Any, tell: Tell) -> None:
 
 
 def use(store: TierStore, which: int, over: threading.Event) -> None:
-    """Work in a thread of the parent. Raises if it reads anything but its own values."""
+    """Use the store in a thread of the parent. Raises if it reads another value than its own."""
     number = 0
     while not over.is_set():
         number += 1
@@ -273,7 +273,7 @@ def use(store: TierStore, which: int, over: threading.Event) -> None:
 
 
 def forked(directory: Path, rounds: int) -> dict[str, Any]:
-    """A process forks, again and again, while its threads use the store; its children try too."""
+    """Fork repeatedly while threads use the store; the children try to use it too."""
 
     def fork_once(store: TierStore, found: dict[str, dict[str, float]]) -> None:
         with store.acquire("group") as lease:
@@ -319,7 +319,7 @@ def owner_now() -> str:
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """A data set that is read in a DataLoader worker, from a store that its parent has opened."""
+    """A data set read in a DataLoader worker from a store that its parent opened."""
 
     def __init__(self, store: TierStore) -> None:
         self._store = store
@@ -336,7 +336,7 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 def workers(directory: Path, _: int) -> dict[str, Any]:
-    """A DataLoader with workers, which outlive the store."""
+    """Run a DataLoader whose workers outlive the store."""
 
     def own(tell: Tell, _: Wait) -> None:
         store = opened(directory)

@@ -1,6 +1,6 @@
-"""A process ends while its store has much under way: soon, and with nothing torn.
+"""A process that ends while its store is busy ends soon and leaves nothing torn.
 
-The ways to end are in `endings.py`; `exiting.py` has processes end in them.
+The ways to end are in `endings.py`; `exiting.py` runs a process for each.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tests.helpers.processes import output_of, results_in
 from tests.lanes import by_lane
 
 pytestmark = [
-    pytest.mark.full("fifteen processes; what one leaves is in tests/tiers/test_directory.py"),
+    pytest.mark.full("fifteen processes; tests/tiers/test_directory.py checks the remains of one"),
     pytest.mark.timeout(3600),
 ]
 
 ROOT = Path(__file__).resolve().parents[3]
 SOON = 30.0
-"""Seconds in which a process must have ended, however busy the machine. Alone, it is about one."""
+"""Seconds in which a process must end, however busy the machine. On an idle one it takes one."""
 
 CODES = {
     "come to the end": 0,
@@ -43,11 +43,11 @@ CODES = {
 FLUSHED = {f"flushed {number}": number for number in range(3)}
 FRESH = {f"fresh {number}": 100 + number for number in range(12)}
 CLOSED = {"close", "fail in a with block", "close it at exit", "fork a child that ends"}
-"""Ways in which the store is closed: then everything durable is there."""
+"""Endings that close the store: all durable groups must be there afterwards."""
 LATE = {"leave a working thread", "use it at exit", "fork a child that ends"}
-"""Ways in which it is used, and something is flushed, after the end of the main program."""
+"""Endings that use the store, and flush a group, after the end of the main program."""
 OUTLIVED = {"leave a daemon thread", "leave a waiting thread"}
-"""Ways in which threads that the interpreter does not wait for go on using the store."""
+"""Endings with threads that the interpreter does not wait for, which go on using the store."""
 DEAD_DISK = "have a dead disk"  # for ten seconds
 SOME = [
     *("come to the end", "raise an error", "be terminated", "leave at once"),
@@ -77,8 +77,8 @@ def test_busy_process_exits_soon_and_leaves_the_store_whole(
     ending = endings[way]
     assert ending.code == CODES[way], ending
     assert 0 <= ending.seconds < SOON
-    # Nothing but its own error is said: no thread of ours fails, no lease is lost, nothing is
-    # ignored. A user's thread that outlives the store gets an error: it is closed.
+    # Only its own error is printed: no thread of the library fails, no lease is lost, no exception
+    # is ignored. A user's thread that outlives the store gets an error that it is closed.
     told = ending.errors.count("ClosedError: the store is closed") if way in OUTLIVED else 0
     assert ending.errors.count("Traceback") == (ending.code == 1) + told
     assert ("RuntimeError: expected" in ending.errors) == (ending.code == 1)
@@ -97,7 +97,7 @@ def test_busy_process_exits_soon_and_leaves_the_store_whole(
 
 
 def test_some_exits_happen_during_writes(endings: dict[str, Ending]) -> None:
-    """The control: files that are half-written, and groups that did not come to the disk."""
+    """Check the control: some files are half-written, and some groups are not on disk."""
     abrupt = [endings["be terminated"], endings["leave at once"]]
 
     assert any(ending.found["left"] for ending in abrupt)

@@ -1,6 +1,6 @@
-"""A flush is a promise also to those whose groups are replaced or discarded at the same moment.
+"""A flush also covers groups that are replaced or discarded at the same moment.
 
-The disk is held up here at a chosen moment, so that what would need luck with a kill is certain.
+The disk is delayed at a chosen moment, which a kill would hit only by luck.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ KEY = "group"
 
 
 def on_disk(disk_dir: Path) -> int | None:
-    """Return what a process would find if this one were killed now."""
+    """Return what a new process would find if this one were killed now."""
     paths = list(disk_dir.glob("objects/*/*.safetensors"))
     return int(load_file(paths[0])[KEY][0]) if paths else None
 

@@ -1,7 +1,7 @@
-"""Processes that use a store are killed at any moment: nothing acknowledged is lost, none is torn.
+"""Processes killed at any moment lose no acknowledged group and leave no torn one.
 
-What they are doing is in `working.py`, how they are killed in `killer.py` and `killing.py`, what
-may be found afterwards in `promised.py`, and what would be if it were done worse in `mutants.py`.
+`working.py` has their work, `killer.py` and `killing.py` kill them, `promised.py` has the allowed
+states afterwards, and `mutants.py` the negative controls.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ SIGNS = {
 }
 KILLS = by_lane(30, 30, 5000)
 AIMED = sorted(set(COMMITTING))
-"""Calls that a commit depends on: so many more are killed at each of them."""
+"""Calls that a commit depends on: `AIMED_KILLS` more processes are killed at each of them."""
 AIMED_KILLS = 6
 ENOUGH = 500
-"""Kills within which one shows what is wrong; the first few do."""
+"""Kills within which a mutant shows its fault; the first few usually suffice."""
 
 
 def all_outcomes(runs: list[dict[str, Any]]) -> list[list[Outcome]]:
@@ -57,7 +57,7 @@ def all_outcomes(runs: list[dict[str, Any]]) -> list[list[Outcome]]:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, list[Outcome]]]:
-    """Return the outcomes of all killed processes, by mutant ("" for the store itself)."""
+    """Return the outcomes of all killed processes, by mutant ("" for the correct store)."""
     disk = str(tmp_path_factory.mktemp("kills"))
     with tempfile.TemporaryDirectory(dir=IN_MEMORY if IN_MEMORY.is_dir() else None) as memory:
         runs: list[dict[str, Any]] = [

@@ -1,7 +1,4 @@
-"""Several processes open one directory: exactly one has it, and none is locked out forever.
-
-The scenes are in `sharing.py` and `racing.py`.
-"""
+"""Several processes open one directory: exactly one succeeds, and none is locked out forever."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ TURNS = by_lane(5, 5, 300)
 RACES = by_lane(8, 8, 1000)
 RACERS = 8
 AT_ONCE = 10.0
-"""Seconds within which an opening is refused, however busy the machine. Alone, it is 0.1."""
+"""Seconds within which opening must fail, however busy the machine. On an idle one it takes 0.1."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +34,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 
 
 def whose(told: str) -> int:
-    """The process that has the directory, according to a message."""
+    """Return the process that has the directory, according to a message."""
     return int(told.partition("(process ")[2].partition(" ")[0])
 
 
@@ -103,7 +100,7 @@ def test_forked_child_holds_no_lock(scene: str, scenes: dict[str, dict[str, Any]
 def test_child_forked_outside_python_must_exit(
     scenes: dict[str, dict[str, Any]],
 ) -> None:
-    """Also the control of the others: where no fork handler runs, the child has the lock."""
+    """Check the control of other tests, too: without a fork handler, the child holds the lock."""
     scene = scenes["killed, raw child"]
 
     told = scene["meanwhile"]["told"]
@@ -115,7 +112,7 @@ def test_child_forked_outside_python_must_exit(
 
 # Stores in forked children ------------------------------------------------------------------------
 
-# Calls that need not fail in a child: releasing what it does not hold, and reading its copy.
+# These calls need not fail in a child: releasing a lease it does not hold, and reading its copy.
 HARMLESS = {"release", "close", "count", "contains"}
 
 

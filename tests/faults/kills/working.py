@@ -1,7 +1,7 @@
-"""A process that uses a store, tells what it does, and may be killed at any moment.
+"""A process that uses a store, reports its actions, and may be killed at any moment.
 
-First it opens the directory that others were killed in, and tells what it finds there. Then its
-threads do what `promised.Worker` does, with room in memory for few of their groups.
+First it opens the directory in which others were killed, and reports its contents. Then its threads
+run `promised.Worker`, with memory for only a few of their groups.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy.ma  # noqa: F401  torch imports it at the first use of something
+import numpy.ma  # noqa: F401  torch imports it lazily
 import torch
 
 from tests.faults.kills.killer import AFTER, Killer
@@ -37,10 +37,10 @@ CALLS_OF_CLOSING = 12
 
 @dataclass(frozen=True)
 class Plan:
-    """The work of one process, and when it dies.
+    """The work of one process, and the moment of its death.
 
     It dies at call `target` after it begins `doing` for the `turn`-th time ("open" comes first),
-    or, if it never does, after it begins to close. Calls of the name `only` are counted, or all. A
+    or, if it never does, after it begins to close. `only` limits the counted calls to one name. A
     target of 0 never kills.
     """
 
@@ -67,7 +67,7 @@ class Life:
 
     @contextmanager
     def _doing(self, name: str) -> Iterator[None]:
-        """Tell that something begins, and that it is done. Arm the killer, if it is time."""
+        """Report the begin and the end of an action. Arms the killer if it is due."""
         number, plan = next(self._numbers), self._plan
         self._tell("does", number, name)
         self._turns[name] += 1
@@ -79,7 +79,7 @@ class Life:
         self._tell("done", number)
 
     def live(self) -> None:
-        """Open, look, work, close."""
+        """Open, inspect, work and close."""
         with self._doing("open"):
             store = TierStore(BUDGET, self._plan.disk_dir, device="cpu")
         self._tell("found", *look(store, Path(self._plan.disk_dir)))
@@ -104,7 +104,7 @@ class Life:
 
 
 def work(plan: Plan, tell: Tell) -> None:
-    """Live one life. Raises whatever goes wrong in it."""
+    """Live one life. Raises any error in it."""
     if plan.mutant:
         MUTANTS[plan.mutant]()
     directory_module.WRITE_BLOCK = disk_module.WRITE_BLOCK = PARTS
@@ -112,7 +112,7 @@ def work(plan: Plan, tell: Tell) -> None:
 
 
 def warm_up() -> None:
-    """Do once what is slow the first time, without a thread: who is forked then has done it."""
+    """Do once, without threads, what is slow the first time: forked processes inherit it."""
     group = value("key", 1)
     name_of({name: tensor.view(torch.uint8).view(tensor.dtype) for name, tensor in group.items()})
     group["data"].as_strided((2,), (1,))
