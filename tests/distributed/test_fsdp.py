@@ -94,7 +94,7 @@ def refused_with_a_policy(place: str) -> None:
     mesh = init_device_mesh(ACCELERATOR, (dist.get_world_size(),))
     module = nn.Linear(8, 8).to(ACCELERATOR)
     fully_shard(module, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    refused = pytest.raises(ValueError, match="was given a CPUOffloadPolicy")
+    refused = pytest.raises(ValueError, match="has a CPUOffloadPolicy")
     with opened(Case(share=100, device=ACCELERATOR), module, place) as store, refused:
         OffloadModel(module, store)
 
@@ -253,7 +253,7 @@ def states_moved(place: str) -> None:
         whole = copy.deepcopy(expected.optimizer.state_dict())
         for state in whole["state"].values():
             state["exp_avg"] = state["exp_avg"].full_tensor()
-        with pytest.raises(ValueError, match="give a DTensor"):
+        with pytest.raises(ValueError, match="pass a DTensor"):
             run.optimizer.load_state_dict(whole)
         run.optimizer.load_state_dict(copy.deepcopy(expected.optimizer.state_dict()))
         again = plain_run(case)

@@ -395,7 +395,7 @@ def _make_directory(path: str) -> None:
     except (FileExistsError, NotADirectoryError) as error:
         raise _path_blocked_error(path) from error
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOENT, errno.EROFS, errno.EACCES, errno.EPERM):
             raise
         raise TransferError(
             f"cannot create {path} ({error.strerror}): choose another disk_dir", path=path

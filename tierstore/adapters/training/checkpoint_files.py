@@ -285,7 +285,7 @@ class CheckpointFiles:
         if not os.path.exists(self.path):
             text = f"there is no directory {self.path}: {_PASS}"
             return errors.TransferError(text, path=self.path)
-        if not any(map(DATA.fullmatch, os.listdir(self.path))):
+        if not any(name == METADATA or DATA.fullmatch(name) for name in os.listdir(self.path)):
             text = f"{self.path} has no saved training: {_PASS}"
             return errors.TransferError(text, path=name)
         why = f"is missing: {ADVICE}"

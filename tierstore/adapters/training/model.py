@@ -413,6 +413,8 @@ class OffloadModel(nn.Module):
         self._attachment.resident.release()
         engine_of(self.store).groups.discard_from_finalizer(self._attachment.groups)
         self._attachment.groups.clear()
+        for parameter in parameters_of(self.module):  # empty shards are in no group
+            _models.pop(id(parameter), None)
         for weights in bar(self._groups, "Restoring parameters", "groups"):
             weights.unbind_from_store()
             for parameter in weights.parameters.values():
@@ -490,7 +492,9 @@ def _warn_of_small_budget(name: str, store: TierStore, groups: list[Weights]) ->
 def _check_not_tied(module: nn.Module) -> None:
     """Raise ValueError if another OffloadModel trains a parameter of `module`."""
     for name, parameter in named_parameters_of(module):
-        if model_of(parameter) is not None:
+        other = model_of(parameter)
+        # The number of a parameter that is gone may be another one's.
+        if other is not None and any(parameter is each for each in parameters_of(other.module)):
             raise ValueError(
                 f"{name} is already trained by another OffloadModel: pass one module that contains "
                 "both models, or untie the parameter (nn.Parameter(parameter.detach().clone()))"
