@@ -57,6 +57,19 @@ def assert_untouched(module: nn.Module, store: TierStore) -> None:
     OffloadModel(module, store).disable()
 
 
+def test_disabled_model_with_an_empty_parameter_trains_again(store: TierStore) -> None:
+    """No group holds the empty parameter, such as an empty shard."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    module.register_parameter("empty", nn.Parameter(torch.empty(0)))
+    first = OffloadModel(module, store)
+    first.disable()
+    again = OffloadModel(module, store)
+    again(torch.ones(2, 8)).sum().backward()
+    again.disable()
+    assert module[0].weight.grad is not None
+    assert first is not again
+
+
 @pytest.mark.parametrize("name", ("num_slices", "num_microbatches"))
 @pytest.mark.parametrize("value", (0, -1, 1.5, "3", "x", True, [2]))
 def test_counts_must_be_positive_integers(name: str, value: Any, store: TierStore) -> None:
