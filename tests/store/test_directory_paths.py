@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tierstore import TierStore, TransferError
+from tests.helpers.system_calls import system_call
+from tierstore import TierStore
+from tierstore.errors import DiskFullError, TransferError
 
 BUDGET = "1MB"
 
@@ -18,6 +21,11 @@ def test_directory_that_cannot_be_created_raises() -> None:
     match = r"^cannot create /proc/x/y \(.*\): choose another disk_dir"
     with pytest.raises(TransferError, match=match):
         TierStore(BUDGET, "/proc/x/y", device="cpu")
+
+
+def test_directory_on_a_full_disk_raises_disk_full(tmp_path: Path) -> None:
+    with system_call("mkdir", fails_with=errno.ENOSPC), pytest.raises(DiskFullError):
+        TierStore(BUDGET, tmp_path / "store", device="cpu")
 
 
 @pytest.fixture
