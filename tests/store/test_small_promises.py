@@ -175,7 +175,7 @@ def test_update_of_permanently_held_group_raises(device: str, disk_dir: Path) ->
             other = Caller(lambda: mutable(store).lease_in_host("key", HostAccess.UPDATE))
             error = other.ended()
         assert isinstance(error, LeaseError)
-        assert "by a training run" in str(error)
+        assert "until the end of a training run" in str(error)
         assert_at_rest(store)
 
 
@@ -192,7 +192,7 @@ def test_update_waiter_raises_when_group_becomes_permanent(
             with mutable(store).lease_in_host("key", HostAccess.PERMANENT):
                 error = waiting.ended()
         assert isinstance(error, LeaseError)
-        assert "by a training run" in str(error)
+        assert "until the end of a training run" in str(error)
         assert_at_rest(store)
 
 

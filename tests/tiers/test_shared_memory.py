@@ -134,7 +134,7 @@ def test_allocation_within_the_budget_always_succeeds(seed: int) -> None:
 
 
 def test_file_of_exactly_the_budget_is_too_small() -> None:
-    with pytest.raises(AssertionError, match="no room"):
+    with pytest.raises(AssertionError, match="no space"):
         for seed in range(20):
             play(seed, 1)
 
