@@ -74,19 +74,21 @@ class Allowance:
     @guarded
     def taken(self) -> int:
         """Number of bytes in use."""
-        while self._released:
-            self._taken -= self._released.popleft()
-        return self._taken
+        return self._settled()
 
     @guarded
     def take(self, nbytes: int, limit: int | None) -> bool:
         """Take bytes if the limit allows it. Return whether they were taken."""
-        while self._released:
-            self._taken -= self._released.popleft()
-        if limit is not None and self._taken + nbytes > limit:
+        taken = self._settled()
+        if limit is not None and taken + nbytes > limit:
             return False
         self._taken += nbytes
         return True
+
+    def _settled(self) -> int:
+        while self._released:
+            self._taken -= self._released.popleft()
+        return self._taken
 
     def release(self, nbytes: int) -> None:
         """Return bytes to the allowance."""

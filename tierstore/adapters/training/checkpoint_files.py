@@ -141,15 +141,24 @@ def _loaded(source: Any) -> Any:
     return torch.load(source, map_location="cpu", weights_only=True)
 
 
+_NOT_PLAIN = (pickle.PickleError, AttributeError, RecursionError, TypeError)
+"""Errors of `_encode` for a value that could not be loaded again."""
+
+
+def _encode(value: Any, output: io.BytesIO) -> None:
+    """Save a value, and check that it can be loaded."""
+    torch.save(value, output)
+    _loaded(io.BytesIO(output.getvalue()))
+
+
 class Encoded(io.BytesIO):
     """A value encoded by `torch.save`. Raises TypeError if it could not be loaded again."""
 
     def __init__(self, value: Any, name: str) -> None:
         super().__init__()
         try:
-            torch.save(value, self)
-            _loaded(io.BytesIO(self.getvalue()))
-        except (pickle.PickleError, AttributeError, RecursionError, TypeError) as error:
+            _encode(value, self)
+        except _NOT_PLAIN as error:
             if isinstance(error, RecursionError):
                 raise TypeError(f"{name} is nested too deeply: save fewer levels") from error
             part, found = _not_plain(name, value)
@@ -182,10 +191,8 @@ def _not_plain(name: str, value: Any) -> tuple[str, str]:
 
 def _is_plain(value: Any) -> bool:
     try:
-        output = io.BytesIO()
-        torch.save(value, output)
-        _loaded(io.BytesIO(output.getvalue()))
-    except (pickle.PickleError, AttributeError, RecursionError, TypeError):
+        _encode(value, io.BytesIO())
+    except _NOT_PLAIN:
         return False
     return True
 

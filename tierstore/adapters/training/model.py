@@ -413,12 +413,10 @@ class OffloadModel(nn.Module):
         self._attachment.resident.release()
         engine_of(self.store).groups.discard_from_finalizer(self._attachment.groups)
         self._attachment.groups.clear()
-        for parameter in parameters_of(self.module):  # empty shards are in no group
-            _models.pop(id(parameter), None)
+        for number in [number for number, model in _models.items() if model is self]:
+            _models.pop(number, None)  # also of empty shards, which are in no group
         for weights in bar(self._groups, "Restoring parameters", "groups"):
             weights.unbind_from_store()
-            for parameter in weights.parameters.values():
-                _models.pop(id(parameter), None)
             weights.detached = True
             weights.gradients.discard()
             weights.buffer.discard()

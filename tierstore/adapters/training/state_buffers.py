@@ -48,9 +48,7 @@ class StateBudget:
 
     def __init__(self, store: TierStore) -> None:
         self.budget = store.stats().budget_bytes[Tier.HOST.name]
-        self.target = LARGEST
-        if self.budget is not None:
-            self.target = max(min(self.budget // shares.STATE_GROUP, LARGEST), PAGE)
+        self.target = LARGEST if self.budget is None else _target(self.budget)
         self._resident = Allowance()
         self._largest = 0
         self._largest_frozen = 0
@@ -63,7 +61,7 @@ class StateBudget:
             passing = max(self.budget // shares.STATE_PASSING, frozen)
             if self._in_all + 2 * self._largest <= self.budget - passing:
                 return passing  # all state is resident: only activations and frozen groups stream
-        return max(STREAMING_GROUPS * self.target, STREAMING_LARGEST * self._largest, frozen)
+        return _streaming(self.target, self._largest, frozen)
 
     def prefetch_bytes(self) -> int:
         """Return the bytes of parameters to prefetch: a quarter of the streaming bytes.
@@ -94,11 +92,10 @@ class StateBudget:
         """
         least = budget = self.budget or 0
         while True:
-            target = max(min(budget // shares.STATE_GROUP, LARGEST), PAGE)
+            target = _target(budget)
             group = max(largest, target)
             frozen = STREAMING_FROZEN * self._largest_frozen
-            streaming = max(STREAMING_GROUPS * target, STREAMING_LARGEST * group, frozen)
-            least = self._resident.taken + streaming + group
+            least = self._resident.taken + _streaming(target, group, frozen) + group
             if least <= budget:
                 return least
             budget = least
@@ -106,6 +103,16 @@ class StateBudget:
     def release(self, nbytes: int) -> None:
         """Release the bytes of a resident group. Safe to call from finalizers."""
         self._resident.release(nbytes)
+
+
+def _target(budget: int) -> int:
+    """Return the target size of a group, in bytes, under a ram_budget."""
+    return max(min(budget // shares.STATE_GROUP, LARGEST), PAGE)
+
+
+def _streaming(target: int, largest: int, frozen: int) -> int:
+    """Return the bytes that groups need to stream if not all state is resident."""
+    return max(STREAMING_GROUPS * target, STREAMING_LARGEST * largest, frozen)
 
 
 _budgets: weakref.WeakKeyDictionary[TierStore, StateBudget] = weakref.WeakKeyDictionary()
